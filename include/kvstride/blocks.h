@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// The block verbs on the CPU (docs/architecture.md, "Verbs").
+//
+// Every id, size, dtype and layout is checked before the first byte is written; after an error nothing was
+// written. A call means what it would mean if all sources were read before any destination was written. Only
+// the planes' own bytes change, never padding. Functions may run at once on different blocks.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+
+#include "kvstride/cache.h"
+#include "kvstride/plan.h"
+
+namespace kvstride {
+
+/// Inside one cache, all planes, all layers or a range. A pair (b, b) does nothing; chains and cycles are
+/// allowed. Pairs that name `null_block` are left out. Returns the number of pairs that were carried out.
+std::int64_t copy_blocks(const Cache& cache, std::span<const Pair> pairs, std::optional<Range> layers = {},
+                         std::optional<std::int64_t> null_block = {});
+
+/// vLLM's historical name: copies, does not exchange. Both caches have one order; num_blocks and outer strides
+/// may differ. Throws Error(kLayout) where the orders differ, Error(kArgument) where touched bytes meet.
+std::int64_t swap_blocks(const Cache& src, const Cache& dst, std::span<const Pair> pairs,
+                         std::optional<Range> layers = {}, std::optional<std::int64_t> null_block = {});
+
+/// Between any two layouts of the same planes and block size.
+std::int64_t convert_blocks(const Cache& src, const Cache& dst, std::span<const Pair> pairs,
+                            const PlanOptions& options = {}, std::optional<std::int64_t> null_block = {});
+
+/// Two token sequences over blocks of any sizes; see Plan::bind_tokens.
+void convert_tokens(const Cache& src, const Cache& dst, std::span<const std::int64_t> src_blocks,
+                    std::span<const std::int64_t> dst_blocks, RangePair tokens, const PlanOptions& options = {});
+
+/// Zeroes every byte of the planes of these blocks, padding untouched. An id given twice is an error.
+void zero_blocks(const Cache& cache, std::span<const std::int64_t> ids,
+                 std::optional<std::int64_t> null_block = {});
+
+/// Tokens by slot (block × block_size + token) into dense tensors `[layer, token, head, dim]`, one a plane:
+/// `dense` has the order `plane: L B H D | …` with num_blocks = number of slots and block_size 1. Slots may repeat.
+void gather_tokens(const Cache& cache, std::span<const std::int64_t> slots, const Cache& dense);
+/// The reverse. A slot given twice is an error.
+void scatter_tokens(const Cache& cache, std::span<const std::int64_t> slots, const Cache& dense);
+/// The layout of `dense` above for `num_tokens` tokens of `layout`. Throws for raw planes.
+Layout dense_layout(const Layout& layout, std::int64_t num_tokens);
+
+/// One layer's new keys or values: `[token, head, dim]`, strides in elements of `dtype`.
+struct TokenTensor {
+  const std::byte* data;
+  DType dtype;
+  std::array<std::int64_t, 3> shape;
+  std::array<std::int64_t, 3> strides;
+};
+/// The engine's reshape_and_cache: token i of key and value goes to slot_mapping[i]; a negative slot is skipped;
+/// key may be longer than slot_mapping. A cache of an f8 dtype stores x / scale, saturated; otherwise dtypes must
+/// be equal.
+void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key, const TokenTensor& value,
+                  std::span<const std::int64_t> slot_mapping, float key_scale = 1.0F, float value_scale = 1.0F);
+
+/// Kernel block ids of manager block ids: b → b × ratio … b × ratio + ratio − 1. Throws Error(kArgument) for a
+/// ratio below 1 or negative ids.
+std::vector<std::int64_t> expand_block_ids(std::span<const std::int64_t> ids, std::int64_t ratio);
+
+}  // namespace kvstride

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// Everything public in one include.
+#pragma once
+
+#include "kvstride/blocks.h"
+#include "kvstride/cache.h"
+#include "kvstride/detect.h"
+#include "kvstride/dtype.h"
+#include "kvstride/error.h"
+#include "kvstride/geometry.h"
+#include "kvstride/layout.h"
+#include "kvstride/order.h"
+#include "kvstride/plan.h"
+#include "kvstride/registry.h"
+#include "kvstride/version.h"

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvstride: paged KV caches of LLM engines, right in every layout.
+
+Describe a layout (`Layout`), name or detect one (`layout`, `detect`, `registry`), put it over tensors (`Cache`), read
+keys and values through zero-copy views, and copy, swap and convert blocks between any two layouts.
+"""
+
+from ._core import Entry, Geometry, Layout, Reading, layout, registry, version
+from .blocks import (
+    convert_blocks,
+    copy_blocks,
+    expand_block_ids,
+    gather_tokens,
+    scatter_tokens,
+    swap_blocks,
+    write_tokens,
+    zero_blocks,
+)
+from .cache import Cache
+from .detect import candidates, detect, probe
+from .errors import (
+    AmbiguousLayout,
+    ArgumentError,
+    BlockIndexError,
+    DTypeError,
+    EngineError,
+    Error,
+    LayoutError,
+    NotStrided,
+    StoreError,
+    UnknownLayout,
+)
+from .plan import Plan
+
+__version__ = version()
+
+__all__ = [
+    "AmbiguousLayout",
+    "ArgumentError",
+    "BlockIndexError",
+    "Cache",
+    "DTypeError",
+    "EngineError",
+    "Entry",
+    "Error",
+    "Geometry",
+    "Layout",
+    "LayoutError",
+    "NotStrided",
+    "Plan",
+    "Reading",
+    "StoreError",
+    "UnknownLayout",
+    "candidates",
+    "convert_blocks",
+    "copy_blocks",
+    "detect",
+    "expand_block_ids",
+    "gather_tokens",
+    "layout",
+    "probe",
+    "registry",
+    "scatter_tokens",
+    "swap_blocks",
+    "write_tokens",
+    "zero_blocks",
+]

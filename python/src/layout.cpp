@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// Geometry, Layout and the registry.
+#include "module.h"
+
+using namespace kvstride;
+
+kvstride::DType to_dtype(const std::string& name) {
+  if (const auto dtype = dtype_from_name(name)) return *dtype;
+  throw Error(ErrorCode::kDType, "dtype: '" + name + "' is none of " + std::string(dtype_names()));
+}
+
+namespace {
+
+/// Sizes come as Python ints of any length.
+std::int64_t to_size(nb::handle value, const std::string& field) {
+  nb::object index = nb::steal(PyNumber_Index(value.ptr()));
+  if (!index.is_valid() || PyBool_Check(value.ptr())) {
+    PyErr_Clear();
+    throw Error(ErrorCode::kDType, "geometry: " + field + " is " + nb::cast<std::string>(nb::str(value)) +
+                                       ", must be a whole number");
+  }
+  int overflow = 0;
+  const long long out = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  if (overflow != 0) {
+    throw Error(ErrorCode::kLayout, "geometry: " + field + " is " + nb::cast<std::string>(nb::str(value)) +
+                                        ", must be from 1 to 2^48");
+  }
+  return out;
+}
+
+nb::tuple to_tuple(const std::vector<std::int64_t>& values) { return nb::tuple(nb::cast(values)); }
+
+nb::object per_part(const Layout& layout, std::vector<std::int64_t> (Layout::*get)(std::int64_t) const) {
+  if (layout.num_parts() == 1) return to_tuple((layout.*get)(0));
+  nb::list out;
+  for (std::int64_t part = 0; part < layout.num_parts(); ++part) out.append(to_tuple((layout.*get)(part)));
+  return nb::tuple(out);
+}
+
+}  // namespace
+
+void bind_layouts(nb::module_& m) {
+  nb::class_<Geometry>(m, "Geometry",
+                       "Sizes of a cache, in elements: num_layers, num_blocks, block_size (tokens in a block), "
+                       "num_kv_heads, head_size, value_head_size (of `value…` planes), dtype, and values of the "
+                       "symbols that an order uses (k, g). Raises LayoutError for sizes below 1.")
+      .def(
+          "__init__",
+          [](Geometry* self, nb::object num_layers, nb::object num_blocks, nb::object block_size,
+             nb::object num_kv_heads, nb::object head_size, nb::object value_head_size, const std::string& dtype,
+             const nb::kwargs& symbols) {
+            Geometry out;
+            out.num_layers = to_size(num_layers, "num_layers");
+            out.num_blocks = to_size(num_blocks, "num_blocks");
+            out.block_size = to_size(block_size, "block_size");
+            out.num_kv_heads = to_size(num_kv_heads, "num_kv_heads");
+            out.head_size = to_size(head_size, "head_size");
+            if (!value_head_size.is_none()) out.value_head_size = to_size(value_head_size, "value_head_size");
+            out.dtype = to_dtype(dtype);
+            for (auto [name, value] : symbols) {
+              const auto key = nb::cast<std::string>(name);
+              out.symbols[key] = to_size(value, key);
+            }
+            check_geometry(out);
+            new (self) Geometry(std::move(out));
+          },
+          nb::kw_only(), nb::arg("num_layers") = 1, nb::arg("num_blocks"), nb::arg("block_size"),
+          nb::arg("num_kv_heads"), nb::arg("head_size"), nb::arg("value_head_size") = nb::none(),
+          nb::arg("dtype") = "bf16", nb::arg("symbols"))
+      .def_ro("num_layers", &Geometry::num_layers)
+      .def_ro("num_blocks", &Geometry::num_blocks)
+      .def_ro("block_size", &Geometry::block_size)
+      .def_ro("num_kv_heads", &Geometry::num_kv_heads)
+      .def_ro("head_size", &Geometry::head_size)
+      .def_ro("value_head_size", &Geometry::value_head_size)
+      .def_prop_ro("dtype", [](const Geometry& g) { return std::string(name_of(g.dtype)); })
+      .def_ro("symbols", &Geometry::symbols)
+      .def("__eq__", [](const Geometry& a, const Geometry& b) { return a == b; }, nb::is_operator())
+      .def("__hash__", [](const Geometry& g) { return nb::hash(nb::str(to_string(g).c_str())); })
+      .def("__repr__", [](const Geometry& g) { return "Geometry(" + to_string(g) + ")"; });
+
+  nb::class_<Layout>(m, "Layout",
+                     "An order with its sizes: a map (plane, layer, block, token, head, dim) -> (tensor, byte "
+                     "offset). Immutable. Raises LayoutError (with .column) for text that is no layout.")
+      .def(nb::init<std::string_view, Geometry>(), nb::arg("order"), nb::arg("geometry"))
+      .def(
+          "offset",
+          [](const Layout& self, std::string_view plane, std::int64_t layer, std::int64_t block, std::int64_t token,
+             std::int64_t head, std::int64_t dim) {
+            const Location at = self.offset(plane, {layer, block, token, head, dim});
+            return std::pair(at.tensor, at.byte);
+          },
+          nb::arg("plane"), nb::arg("layer") = 0, nb::arg("block") = 0, nb::arg("token") = 0, nb::arg("head") = 0,
+          nb::arg("dim") = 0, "(tensor, byte) of an element. Raises BlockIndexError outside the plane.")
+      .def_prop_ro(
+          "planes",
+          [](const Layout& self) {
+            nb::dict out;
+            for (const Plane& plane : self.planes()) {
+              out[plane.name.c_str()] = std::string(name_of(plane.dtype));
+            }
+            return out;
+          },
+          "Plane name -> dtype.")
+      .def_prop_ro("order", [](const Layout& self) { return self.order().text(); }, "The order as written.")
+      .def_prop_ro("geometry", &Layout::geometry)
+      .def_prop_ro("num_bytes", &Layout::num_bytes, "Bytes of one tensor (of the largest, where they differ).")
+      .def_prop_ro("num_tensors", &Layout::num_tensors)
+      .def_prop_ro("num_parts", &Layout::num_parts, "Tensors of one layer.")
+      .def("part_bytes", &Layout::part_bytes, nb::arg("part"))
+      .def_prop_ro("layered", &Layout::layered, "One tensor holds all layers.")
+      .def_prop_ro("shape", [](const Layout& self) { return per_part(self, &Layout::shape); },
+                   "Natural shape: one dimension a term, KV as 2; a tuple of shapes for several tensors.")
+      .def_prop_ro("strides", [](const Layout& self) { return per_part(self, &Layout::strides); },
+                   "Strides of the natural shape, in elements.")
+      .def(
+          "extents",
+          [](const Layout& self, std::string_view plane) {
+            const auto& e = self.plane(plane).extents;
+            return std::tuple(e[0], e[1], e[2], e[3], e[4]);
+          },
+          nb::arg("plane"), "(layers, blocks, tokens, heads, dims) of a plane.")
+      .def(
+          "modes",
+          [](const Layout& self, std::string_view plane) {
+            nb::list out;
+            for (const Mode& mode : self.plane(plane).modes) {
+              out.append(nb::make_tuple(std::string(1, letter_of(mode.axis)), mode.modulus, mode.divisor, mode.extent,
+                                        mode.stride));
+            }
+            return out;
+          },
+          nb::arg("plane"), "[(axis, modulus, divisor, extent, byte stride)] of a plane, outermost first.")
+      .def("part", [](const Layout& self, std::string_view plane) { return self.plane(plane).part; }, nb::arg("plane"),
+           "Which of a layer's tensors holds the plane.")
+      .def("has_head", [](const Layout& self, std::string_view plane) { return self.plane(plane).has_head; },
+           nb::arg("plane"), "Whether the order gives the plane an H: it is sharded, not replicated.")
+      .def("with_layers",
+           [](const Layout& self, std::int64_t num_layers) {
+             Geometry geometry = self.geometry();
+             geometry.num_layers = num_layers;
+             return Layout(self.order(), geometry);
+           },
+           nb::arg("num_layers"), "The same order for another number of layers.")
+      .def("__str__", &Layout::str)
+      .def("__repr__", [](const Layout& self) { return "Layout('" + self.str() + "')"; })
+      .def("__eq__", [](const Layout& a, const Layout& b) { return a == b; }, nb::is_operator());
+
+  nb::class_<Entry>(m, "Entry", "One known layout of the registry.")
+#define KVSTRIDE_FIELD(field) .def_prop_ro(#field, [](const Entry& e) { return std::string(e.field); })
+      KVSTRIDE_FIELD(name) KVSTRIDE_FIELD(order) KVSTRIDE_FIELD(shape) KVSTRIDE_FIELD(engine) KVSTRIDE_FIELD(backends)
+          KVSTRIDE_FIELD(first) KVSTRIDE_FIELD(last) KVSTRIDE_FIELD(source) KVSTRIDE_FIELD(note)
+#undef KVSTRIDE_FIELD
+      .def_prop_ro("opaque", [](const Entry& e) { return e.opaque; },
+                   "Shape and strides do not tell the bytes: only ever named, never observed.")
+      .def("__repr__", [](const Entry& e) { return "Entry('" + std::string(e.name) + "', '" + std::string(e.order) + "')"; });
+
+  m.def(
+      "registry", [] { return std::vector<Entry>(registry().begin(), registry().end()); },
+      "All known layouts, in the order in which readings are named.");
+  m.def("layout", &make_layout, nb::arg("name_or_order"), nb::arg("geometry"),
+        "Layout of a registry name such as 'vllm/flashinfer-nhd' or of an order such as 'B KV N H D'.");
+  m.def("num_parts",
+        [](std::string_view text) {
+          const Entry* entry = find_entry(text);
+          return Order::parse(entry != nullptr ? entry->order : text).parts().size();
+        },
+        nb::arg("name_or_order"), "Tensors of one layer.");
+}

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// The extension module: errors, and the parts of the binding.
+#include "module.h"
+
+using kvstride::Error;
+using kvstride::ErrorCode;
+
+namespace {
+
+const char* class_of(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::kArgument: return "ArgumentError";
+    case ErrorCode::kLayout: return "LayoutError";
+    case ErrorCode::kAmbiguous: return "AmbiguousLayout";
+    case ErrorCode::kUnknown: return "UnknownLayout";
+    case ErrorCode::kNotStrided: return "NotStrided";
+    case ErrorCode::kBlockIndex: return "BlockIndexError";
+    case ErrorCode::kDType: return "DTypeError";
+  }
+  return "Error";
+}
+
+void translate(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    const nb::object type = nb::module_::import_("kvstride.errors").attr(class_of(error.code()));
+    nb::object instance = type(error.what());
+    if (error.column() != 0) instance.attr("column") = error.column();
+    PyErr_SetObject(type.ptr(), instance.ptr());
+  }
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "The C++ library of kvstride.";
+  nb::register_exception_translator(translate);
+  m.def("version", [] { return std::string(kvstride::version()); }, "Version of the C++ library.");
+  m.def("cuda_built", &kvstride::cuda_built, "Whether the CUDA back end was compiled.");
+  bind_layouts(m);
+  bind_detect(m);
+  bind_blocks(m);
+}

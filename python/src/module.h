@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the files of the extension module share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "kvstride/kvstride.h"
+
+namespace nb = nanobind;
+
+/// A C-contiguous int64 array on the host, as `_ids.py` makes it.
+using Ids = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using IdPairs = nb::ndarray<const std::int64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+
+inline std::span<const std::int64_t> to_span(const Ids& ids) { return {ids.data(), ids.shape(0)}; }
+inline std::span<const kvstride::Pair> to_pairs(const IdPairs& pairs) {
+  static_assert(sizeof(kvstride::Pair) == 2 * sizeof(std::int64_t));
+  return {reinterpret_cast<const kvstride::Pair*>(pairs.data()), pairs.shape(0)};
+}
+
+kvstride::DType to_dtype(const std::string& name);
+void bind_layouts(nb::module_& m);
+void bind_detect(nb::module_& m);
+void bind_blocks(nb::module_& m);

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// swap_blocks and convert_blocks: block pairs and token sequences between two caches.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "blocks/internal.h"
+#include "kvstride/error.h"
+#include "layout/internal.h"
+
+namespace kvstride {
+namespace {
+
+/// Axis letters of a plane from the outermost mode inwards, digits with their divisors; the lengths of B and the
+/// strides are left out.
+std::string sequence(const Layout& layout, const Plane& plane) {
+  std::string out;
+  for (const Mode& mode : normal_modes(plane)) {
+    out += fmt::format("{}{}", letter_of(mode.axis), mode.divisor);
+    if (mode.axis != Axis::kBlock) out += fmt::format("x{}", mode.extent);
+    out += ' ';
+  }
+  // Where the plane stands among those of its tensor.
+  std::size_t before = 0;
+  for (const Plane& other : layout.planes()) before += other.part == plane.part && other.base < plane.base ? 1 : 0;
+  std::size_t outside = 0;
+  for (const Plane& other : layout.planes()) {
+    if (other.part != plane.part) continue;
+    const std::int64_t apart = std::abs(other.base - plane.base);
+    for (const Mode& mode : normal_modes(plane)) outside += apart != 0 && mode.stride > apart ? 1 : 0;
+  }
+  return out + fmt::format("#{} of tensor {}, {}", before, plane.part, outside);
+}
+
+void check_same_order(const Cache& src, const Cache& dst) {
+  for (const Plane& plane : src.layout().planes()) {
+    const Plane* twin = dst.layout().find_plane(plane.name);
+    if (twin == nullptr) continue;  // reported by the plan
+    const bool one_block = plane.extent(Axis::kBlock) == 1 || twin->extent(Axis::kBlock) == 1;
+    if (src.layout().layered() == dst.layout().layered() &&
+        (one_block || sequence(src.layout(), plane) == sequence(dst.layout(), *twin))) {
+      if (!one_block) continue;
+      // With one block the block axis has no place; compare what is inside.
+      if (plane.extents[2] == twin->extents[2] && plane.extents[3] == twin->extents[3]) {
+        const auto inner = [](const Plane& p) {
+          std::string text;
+          for (const Mode& mode : normal_modes(p)) {
+            if (mode.axis != Axis::kBlock) text += fmt::format("{}{}x{} ", letter_of(mode.axis), mode.divisor, mode.extent);
+          }
+          return text;
+        };
+        if (inner(plane) == inner(*twin)) continue;
+      }
+    }
+    throw Error(ErrorCode::kLayout,
+                fmt::format("swap_blocks: '{}' and '{}' are different orders (plane '{}'); convert_blocks converts",
+                            src.layout().str(), dst.layout().str(), plane.name));
+  }
+}
+
+std::int64_t convert(const char* verb, const Cache& src, const Cache& dst, std::span<const Pair> pairs,
+                     const PlanOptions& options, std::optional<std::int64_t> null_block) {
+  plan::BuildOptions build;
+  build.plan = options;
+  plan::Program program(verb, end_of(src), end_of(dst), std::move(build));
+  const std::vector<Pair> kept = without_null(pairs, null_block);
+  program.bind(kept);
+  program.check_memory();
+  program.run();
+  return static_cast<std::int64_t>(kept.size());
+}
+
+}  // namespace
+
+std::vector<Pair> without_null(std::span<const Pair> pairs, std::optional<std::int64_t> null_block) {
+  std::vector<Pair> out;
+  out.reserve(pairs.size());
+  for (const Pair& pair : pairs) {
+    if (!null_block || (pair.src != *null_block && pair.dst != *null_block)) out.push_back(pair);
+  }
+  return out;
+}
+
+std::int64_t swap_blocks(const Cache& src, const Cache& dst, std::span<const Pair> pairs, std::optional<Range> layers,
+                         std::optional<std::int64_t> null_block) {
+  check_same_order(src, dst);
+  PlanOptions options;
+  options.layers = layers;
+  return convert("swap_blocks", src, dst, pairs, options, null_block);
+}
+
+std::int64_t convert_blocks(const Cache& src, const Cache& dst, std::span<const Pair> pairs, const PlanOptions& options,
+                            std::optional<std::int64_t> null_block) {
+  return convert("convert_blocks", src, dst, pairs, options, null_block);
+}
+
+void convert_tokens(const Cache& src, const Cache& dst, std::span<const std::int64_t> src_blocks,
+                    std::span<const std::int64_t> dst_blocks, RangePair tokens, const PlanOptions& options) {
+  plan::BuildOptions build;
+  build.plan = options;
+  plan::Program program("convert_blocks", end_of(src), end_of(dst), std::move(build));
+  program.bind_tokens(src_blocks, dst_blocks, tokens);
+  program.check_memory();
+  program.run();
+}
+
+}  // namespace kvstride

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+// copy_blocks: inside one cache, in an order that reads every source before it is overwritten.
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "blocks/internal.h"
+#include "cpu/copy.h"
+#include "kvstride/error.h"
+#include "layout/internal.h"
+
+#include <fmt/format.h>
+
+namespace kvstride {
+namespace {
+
+using plan::Entry;
+using plan::Loop;
+using plan::Nest;
+using plan::Side;
+using plan::Strand;
+
+/// A copy of the same strands for one entry.
+void run_entry(const Nest& nest, const Entry& entry) {
+  for (const Strand& strand : nest.strands) {
+    const std::int64_t src = strand.src_slot(entry.src);
+    const std::int64_t dst = strand.dst_slot(entry.dst);
+    for (const plan::Base& base : strand.bases) {
+      cpu::copy(reinterpret_cast<std::byte*>(base.dst.byte + dst),
+                reinterpret_cast<const std::byte*>(base.src.byte + src), strand.loops.data(), strand.loops.size(),
+                strand.run);
+    }
+  }
+}
+
+/// slots[0] → slots[1] → … → slots[0], run by run through a buffer on the stack.
+void rotate(const Nest& nest, const std::vector<std::int64_t>& slots) {
+  constexpr std::int64_t kChunk = 4096;
+  std::array<std::byte, kChunk> buffer;
+  for (const Strand& strand : nest.strands) {
+    std::vector<std::int64_t> at(strand.loops.size(), 0);
+    for (const plan::Base& base : strand.bases) {
+      while (true) {
+        std::int64_t inner = 0;
+        for (std::size_t i = 0; i < at.size(); ++i) inner += at[i] * strand.loops[i].src;
+        for (std::int64_t done = 0; done < strand.run; done += kChunk) {
+          const auto n = static_cast<std::size_t>(std::min(kChunk, strand.run - done));
+          const auto address = [&](std::int64_t slot) {
+            return reinterpret_cast<std::byte*>(base.src.byte + strand.src_slot(slot) + inner + done);
+          };
+          std::memcpy(buffer.data(), address(slots.back()), n);
+          for (std::size_t i = slots.size() - 1; i > 0; --i) std::memcpy(address(slots[i]), address(slots[i - 1]), n);
+          std::memcpy(address(slots.front()), buffer.data(), n);
+        }
+        std::size_t i = at.size();
+        while (i > 0 && ++at[i - 1] == strand.loops[i - 1].extent) at[--i] = 0;
+        if (i == 0) break;
+      }
+    }
+  }
+}
+
+/// Entries sorted by destination whose sources are also destinations: what reads a block goes before what writes it.
+void run_ordered(const Nest& nest) {
+  const std::vector<Entry>& entries = nest.entries;
+  const auto writer_of = [&](std::int64_t slot) {
+    const auto at = std::lower_bound(entries.begin(), entries.end(), slot,
+                                     [](const Entry& entry, std::int64_t value) { return entry.dst < value; });
+    return at != entries.end() && at->dst == slot ? static_cast<std::int64_t>(at - entries.begin()) : -1;
+  };
+  std::vector<std::int32_t> readers(entries.size(), 0);  // of the block that the entry overwrites
+  for (const Entry& entry : entries) {
+    if (const std::int64_t writer = writer_of(entry.src); writer >= 0) ++readers[static_cast<std::size_t>(writer)];
+  }
+  std::vector<std::int32_t> ready;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    if (readers[i] == 0) ready.push_back(static_cast<std::int32_t>(i));
+  }
+  while (!ready.empty()) {
+    const auto i = static_cast<std::size_t>(ready.back());
+    ready.pop_back();
+    run_entry(nest, entries[i]);
+    readers[i] = -1;
+    if (const std::int64_t writer = writer_of(entries[i].src); writer >= 0) {
+      if (--readers[static_cast<std::size_t>(writer)] == 0) ready.push_back(static_cast<std::int32_t>(writer));
+    }
+  }
+  for (std::size_t i = 0; i < entries.size(); ++i) {  // what is left are cycles
+    if (readers[i] < 0) continue;
+    std::vector<std::int64_t> slots;
+    for (std::size_t at = i; readers[at] >= 0;) {
+      readers[at] = -1;
+      slots.push_back(entries[at].dst);
+      at = static_cast<std::size_t>(writer_of(entries[at].src));
+    }
+    std::reverse(slots.begin(), slots.end());  // each slot now goes to the next one
+    rotate(nest, slots);
+  }
+}
+
+}  // namespace
+
+std::int64_t copy_blocks(const Cache& cache, std::span<const Pair> pairs, std::optional<Range> layers,
+                         std::optional<std::int64_t> null_block) {
+  if (cache.read_only()) throw Error(ErrorCode::kArgument, "copy_blocks: the cache is read-only");
+  plan::BuildOptions build;
+  build.plan.layers = layers;
+  plan::Program program("copy_blocks", end_of(cache), end_of(cache), std::move(build));
+  const std::vector<Pair> kept = without_null(pairs, null_block);
+  program.bind(kept);  // checks all of them, also those that do nothing
+  std::vector<Pair> moving;
+  for (const Pair& pair : kept) {
+    if (pair.src != pair.dst) moving.push_back(pair);
+  }
+  // A pair (b, b) keeps b, so another pair must not write it; bind() refused that. Reading b is free.
+  program.bind(moving);
+  for (const Nest& nest : program.nests()) {
+    if (nest.entries.empty()) continue;
+    const auto is_written = [&](std::int64_t slot) {
+      return std::binary_search(nest.entries.begin(), nest.entries.end(), Entry{0, slot},
+                                [](const Entry& a, const Entry& b) { return a.dst < b.dst; });
+    };
+    const bool conflict = std::any_of(nest.entries.begin(), nest.entries.end(),
+                                      [&](const Entry& entry) { return is_written(entry.src); });
+    if (conflict) {
+      run_ordered(nest);
+    } else {
+      program.run();
+    }
+  }
+  return static_cast<std::int64_t>(kept.size());
+}
+
+void zero_blocks(const Cache& cache, std::span<const std::int64_t> ids, std::optional<std::int64_t> null_block) {
+  if (cache.read_only()) throw Error(ErrorCode::kArgument, "zero_blocks: the cache is read-only");
+  plan::Program program("zero_blocks", end_of(cache), end_of(cache), {});
+  std::vector<Pair> pairs;
+  for (const std::int64_t id : ids) {
+    if (!null_block || id != *null_block) pairs.push_back({id, id});
+  }
+  program.bind(pairs);
+  for (const Nest& nest : program.nests()) {
+    for_each_copy(nest, true, [](Side, Side dst, const Loop* loops, std::size_t num, const Strand&, std::int64_t run) {
+      cpu::zero(reinterpret_cast<std::byte*>(dst.byte), loops, num, run);
+    });
+  }
+}
+
+std::vector<std::int64_t> expand_block_ids(std::span<const std::int64_t> ids, std::int64_t ratio) {
+  constexpr std::int64_t kMaxId = std::int64_t{1} << 48;
+  if (ratio < 1 || ratio > kMaxId) {
+    throw Error(ErrorCode::kArgument, fmt::format("expand_block_ids: ratio {} is not a whole number above 0", ratio));
+  }
+  std::vector<std::int64_t> out;
+  out.reserve(ids.size() * static_cast<std::size_t>(ratio));
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] < 0 || ids[i] > kMaxId / ratio) {
+      throw Error(ErrorCode::kBlockIndex, fmt::format("expand_block_ids: block id {} in ids[{}] is not from 0 to {}",
+                                                      ids[i], i, kMaxId / ratio));
+    }
+    for (std::int64_t r = 0; r < ratio; ++r) out.push_back(ids[i] * ratio + r);
+  }
+  return out;
+}
+
+}  // namespace kvstride

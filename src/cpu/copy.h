@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// CPU loops of a plan: copies, casts, zeroing.
+#pragma once
+
+#include <cstddef>
+
+#include "plan/program.h"
+
+namespace kvstride::cpu {
+
+/// For every index of the loops (outermost first): `run` bytes from src to dst. The two do not overlap.
+void copy(std::byte* dst, const std::byte* src, const plan::Loop* loops, std::size_t num_loops, std::int64_t run);
+/// The same for single elements whose values are converted.
+void cast(std::byte* dst, const std::byte* src, const plan::Loop* loops, std::size_t num_loops, const plan::Cast& cast);
+/// Zeroes `run` bytes at dst for every index of the loops (their src is not used).
+void zero(std::byte* dst, const plan::Loop* loops, std::size_t num_loops, std::int64_t run);
+
+}  // namespace kvstride::cpu

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sizes of a cache: checks and printing.
+#include "kvstride/geometry.h"
+
+#include <fmt/format.h>
+
+#include "kvstride/error.h"
+
+namespace kvstride {
+namespace {
+
+constexpr std::int64_t kMaxSize = std::int64_t{1} << 48;
+
+void check(const char* field, std::int64_t value) {
+  if (value < 1 || value > kMaxSize) {
+    throw Error(ErrorCode::kLayout,
+                fmt::format("geometry: {} is {}, must be from 1 to {}", field, value, kMaxSize));
+  }
+}
+
+}  // namespace
+
+char letter_of(Axis axis) noexcept { return "LBNHD"[static_cast<int>(axis)]; }
+
+const char* word_of(Axis axis) noexcept {
+  constexpr const char* kWords[] = {"layer", "block", "token", "head", "dim"};
+  return kWords[static_cast<int>(axis)];
+}
+
+std::int64_t Geometry::extent(Axis axis) const noexcept {
+  switch (axis) {
+    case Axis::kLayer: return num_layers;
+    case Axis::kBlock: return num_blocks;
+    case Axis::kToken: return block_size;
+    case Axis::kHead: return num_kv_heads;
+    case Axis::kDim: return head_size;
+  }
+  return 1;
+}
+
+std::int64_t Geometry::dim_of(const std::string& plane) const noexcept {
+  return plane.rfind("value", 0) == 0 ? value_head_size.value_or(head_size) : head_size;
+}
+
+void check_geometry(const Geometry& geometry) {
+  check("num_layers", geometry.num_layers);
+  check("num_blocks", geometry.num_blocks);
+  check("block_size", geometry.block_size);
+  check("num_kv_heads", geometry.num_kv_heads);
+  check("head_size", geometry.head_size);
+  if (geometry.value_head_size) check("value_head_size", *geometry.value_head_size);
+  for (const auto& [name, value] : geometry.symbols) {
+    if (name == "x") {
+      throw Error(ErrorCode::kLayout,
+                  "geometry: x is 16 / item size of the plane and cannot be given");
+    }
+    check(name.c_str(), value);
+  }
+}
+
+std::string to_string(const Geometry& geometry) {
+  std::string out =
+      fmt::format("L={},B={},N={},H={},D={}", geometry.num_layers, geometry.num_blocks,
+                  geometry.block_size, geometry.num_kv_heads, geometry.head_size);
+  if (geometry.value_head_size) out += fmt::format(",Dv={}", *geometry.value_head_size);
+  for (const auto& [name, value] : geometry.symbols) out += fmt::format(",{}={}", name, value);
+  return out + fmt::format(",dtype={}", name_of(geometry.dtype));
+}
+
+}  // namespace kvstride

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// The public plan: a program with its checks.
+#include "kvstride/plan.h"
+
+#include "plan/program.h"
+
+namespace kvstride {
+namespace {
+
+plan::BuildOptions to_build(const PlanOptions& options) {
+  plan::BuildOptions out;
+  out.plan = options;
+  return out;
+}
+
+}  // namespace
+
+Plan::Plan(const Layout& src, const Layout& dst, const PlanOptions& options)
+    : program_(std::make_unique<plan::Program>("plan", plan::End{&src, nullptr}, plan::End{&dst, nullptr},
+                                               to_build(options))) {}
+Plan::Plan(const Cache& src, const Cache& dst, const PlanOptions& options)
+    : program_(std::make_unique<plan::Program>("plan", plan::End{&src.layout(), &src}, plan::End{&dst.layout(), &dst},
+                                               to_build(options))) {}
+Plan::~Plan() = default;
+Plan::Plan(Plan&&) noexcept = default;
+Plan& Plan::operator=(Plan&&) noexcept = default;
+
+void Plan::bind(std::span<const Pair> pairs) { program_->bind(pairs); }
+void Plan::bind_tokens(std::span<const std::int64_t> src_blocks, std::span<const std::int64_t> dst_blocks,
+                       RangePair tokens) {
+  program_->bind_tokens(src_blocks, dst_blocks, tokens);
+}
+void Plan::bind_slots(std::span<const std::int64_t> src_slots, std::span<const std::int64_t> dst_slots) {
+  program_->bind_slots(src_slots, dst_slots);
+}
+std::int64_t Plan::num_copies() const { return program_->num_copies(); }
+std::int64_t Plan::num_bytes() const { return program_->num_bytes(); }
+std::map<std::int64_t, std::int64_t> Plan::sizes() const { return program_->sizes(); }
+
+void Plan::run() {
+  program_->check_memory();
+  program_->run();
+}
+
+}  // namespace kvstride
