@@ -17,9 +17,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING
 
 from live_engine import Answer, LiveEngine, Write, prepare_process
 
@@ -32,7 +33,7 @@ POISON = 0xA5
 PROMPT_TOKENS = 400
 CACHED_TOKENS = 384  # whole blocks of the prompt
 
-# Where each is from: DESIGN-level names are in `kvstride layouts`.
+# `kvstride layouts` says which engine keeps its cache in which of these.
 LAYOUTS = [
     ("blocks-first NHD", "B KV N H D"),
     ("blocks-first HND", "B KV H N D"),
@@ -65,7 +66,7 @@ class Row:
     order: str
     bytes: int  # of K and V, one way
     copies: int  # runs of bytes that the plan moves, one way
-    gb_per_s: float  # there and back: bytes read plus nothing else, as a memcpy's
+    gb_per_s: float  # bytes over time, there and back
     ratio_to_memcpy: float
     cached_tokens: int
     equal: bool
@@ -79,12 +80,15 @@ class Check:
     ok: bool
 
 
-def buffers(layout: kv.Layout, geometry: kv.Geometry) -> list[torch.Tensor]:
-    """Poisoned memory for every tensor of a layout."""
+def buffers(layout: kv.Layout) -> list[list[torch.Tensor]]:
+    """Poisoned memory for a layout: for each of its parts (`key: … | value: …` has two) one tensor, or one a layer."""
     import torch
 
-    last, _ = layout.offset("value", layer=geometry.num_layers - 1)
-    return [torch.full((layout.num_bytes,), POISON, dtype=torch.uint8) for _ in range(last + 1)]
+    layers = layout.num_tensors // layout.num_parts
+    return [
+        [torch.full((layout.part_bytes(part),), POISON, dtype=torch.uint8) for _ in range(layers)]
+        for part in range(layout.num_parts)
+    ]
 
 
 def seconds(run: Callable[[], object], repeats: int = 7) -> float:
@@ -106,17 +110,41 @@ def memcpy_seconds(num_bytes: int) -> float:
     return seconds(lambda: target.copy_(source), repeats=21)
 
 
-def wrong_elements(cache: kv.Cache, writes: list[list[Write]]) -> int:
-    """How many elements of K and V read differently than the engine wrote them; reads without copying."""
-    wrong = 0
+def read(cache: kv.Cache, layer: int, plane: str) -> torch.Tensor:
+    """K or V as [block, token, head, dim]: a view, or, where tiles make that impossible, a copy through one."""
+    import kvstride as kv
+
+    try:
+        return cache.key(layer) if plane == "key" else cache.value(layer)
+    except kv.NotStrided:
+        sizes = cache.layout.geometry
+        shape = (sizes.num_blocks, sizes.block_size, sizes.num_kv_heads, -1)
+        return cache.plane(layer, plane).reshape(shape)
+
+
+def compare_reads(cache: kv.Cache, writes: list[list[Write]]) -> tuple[int, int]:
+    """How many elements of K and V the engine wrote, and how many of them read differently."""
+    total = wrong = 0
     for layer, layer_writes in enumerate(writes):
-        for plane, view in (("key", cache.key(layer)), ("value", cache.value(layer))):
+        for plane in ("key", "value"):
+            view = read(cache, layer, plane)
             block_size = view.shape[1]
             for write in layer_writes:
                 written = getattr(write, plane)[: len(write.slots)]
-                read = view[write.slots // block_size, write.slots % block_size]
-                wrong += int((read != written).sum())
-    return wrong
+                found = view[write.slots // block_size, write.slots % block_size]
+                total += written.numel()
+                wrong += int((found != written).sum())
+    return total, wrong
+
+
+def changed_blocks(before: list[torch.Tensor], after: list[torch.Tensor]) -> list[int]:
+    """The block ids (first axis) whose bytes changed in any layer."""
+    import torch
+
+    changed = torch.zeros(before[0].shape[0], dtype=torch.bool)
+    for old, new in zip(before, after, strict=True):
+        changed |= (old.view(torch.uint8) != new.view(torch.uint8)).flatten(1).any(dim=1)
+    return torch.nonzero(changed).flatten().tolist()
 
 
 def with_blocks(sizes: kv.Geometry, num_blocks: int) -> kv.Geometry:
@@ -127,6 +155,15 @@ def with_blocks(sizes: kv.Geometry, num_blocks: int) -> kv.Geometry:
         num_layers=sizes.num_layers, num_blocks=num_blocks, block_size=sizes.block_size,
         num_kv_heads=sizes.num_kv_heads, head_size=sizes.head_size, dtype=sizes.dtype, k=16, g=2,
     )  # fmt: skip
+
+
+def other_ids(blocks: list[int], num_blocks: int, seed: int) -> list[int]:
+    """As many ids below num_blocks, in no order, each another than its block's own."""
+    rng = random.Random(seed)
+    while True:
+        ids = rng.sample(range(num_blocks), len(blocks))
+        if all(there != here for here, there in zip(blocks, ids, strict=True)):
+            return ids
 
 
 def round_trip(
@@ -141,22 +178,22 @@ def round_trip(
 
     geometry = with_blocks(cache.layout.geometry, 2 * len(first.blocks) + 1)
     layout = kv.layout(order, geometry)
-    memory = buffers(layout, geometry)
-    other = kv.Cache(memory, layout)
-    elsewhere = random.Random(seed).sample(range(geometry.num_blocks), len(first.blocks))
-    out = list(zip(first.blocks, elsewhere))
+    memory = buffers(layout)
+    other = kv.Cache(tuple(memory) if len(memory) > 1 else memory[0], layout)
+    out = list(zip(first.blocks, other_ids(first.blocks, geometry.num_blocks, seed), strict=True))
     back = [(there, here) for here, there in out]
 
     kv.convert_blocks(cache, other, out)
     engine.poison()
     kv.convert_blocks(other, cache, back)
-    restored = all(torch.equal(now[first.blocks], then[first.blocks]) for now, then in zip(engine.kv_tensors, saved))
+    pairs = zip(engine.kv_tensors, saved, strict=True)
+    restored = all(torch.equal(now[first.blocks], then[first.blocks]) for now, then in pairs)
     answer = engine.generate()
 
     there_plan = kv.Plan(cache, other).bind(out)
     back_plan = kv.Plan(other, cache).bind(back)
     time_both = seconds(there_plan.run) + seconds(back_plan.run)
-    digest = hashlib.sha256(b"".join(m.numpy().tobytes() for m in memory)).digest()
+    digest = hashlib.sha256(b"".join(m.numpy().tobytes() for part in memory for m in part)).digest()
     num_bytes = there_plan.num_bytes
     row = Row(
         layout=label,
@@ -176,16 +213,14 @@ def swapped_planes(order: str) -> str:
     return order.replace("key", "\0").replace("value", "key").replace("\0", "value")
 
 
-def controls(engine: LiveEngine, cache: kv.Cache, first: Answer, saved: list[torch.Tensor]) -> list[Check]:
+def controls(engine: LiveEngine, cache: kv.Cache, order: str, first: Answer, saved: list[torch.Tensor]) -> list[Check]:
     """Restore wrongly in the ways that layout faults do; each must change the answer."""
-    import torch
-
     import kvstride as kv
 
     geometry = cache.layout.geometry
     same = [(block, block) for block in first.blocks]
-    source = kv.Cache(saved, cache.layout)
-    exchanged = kv.Cache(engine.kv_tensors, swapped_planes(str(cache.layout)), geometry=geometry)
+    source = kv.Cache([tensor.flatten() for tensor in saved], cache.layout)
+    exchanged = kv.Cache([t.flatten() for t in engine.kv_tensors], swapped_planes(order), geometry=geometry)
     heads = geometry.num_kv_heads
 
     def exchange_heads() -> None:
@@ -193,7 +228,7 @@ def controls(engine: LiveEngine, cache: kv.Cache, first: Answer, saved: list[tor
             kv.convert_blocks(source, cache, same, heads=(head, heads - 1 - head, 1))
 
     def later_block() -> None:
-        kv.convert_blocks(source, cache, list(zip(first.blocks, first.blocks[1:] + first.blocks[:1])))
+        kv.convert_blocks(source, cache, list(zip(first.blocks, first.blocks[1:] + first.blocks[:1], strict=True)))
 
     def nothing() -> None:
         pass
@@ -209,11 +244,11 @@ def controls(engine: LiveEngine, cache: kv.Cache, first: Answer, saved: list[tor
         restore()
         wrong = engine.generate()
         hit = wrong.num_cached_tokens >= CACHED_TOKENS
-        checks.append(Check(f"{name}: another answer", hit and wrong.tokens != first.tokens and wrong.logprobs != first.logprobs))
-    for tensor, then in zip(engine.kv_tensors, saved):
+        differs = wrong.tokens != first.tokens and wrong.logprobs != first.logprobs
+        checks.append(Check(f"{name}: another answer", hit and differs))
+    for tensor, then in zip(engine.kv_tensors, saved, strict=True):
         tensor.copy_(then)
     checks.append(Check("restored after the controls: the first answer", engine.generate().same_as(first)))
-    assert torch.is_tensor(saved[0])
     return checks
 
 
@@ -246,22 +281,28 @@ def print_table(rows: list[Row], checks: list[Check]) -> None:
 
 def run(directory: Path) -> tuple[str, list[Row], list[Check]]:
     """The whole demonstration: the name of the engine's layout, the table, and what else was checked."""
-    from tiny_llama import write_tiny_llama
-
     import kvstride as kv
-    from kvstride import vllm as kv_vllm
+    from kvstride.vllm import layouts_of_engine
+    from tiny_llama import write_tiny_llama
 
     rng = random.Random(400)
     prompt = [rng.randrange(10, 1000) for _ in range(PROMPT_TOKENS)]
     engine = LiveEngine(write_tiny_llama(directory), prompt)
+    engine.poison()
+    before = [tensor.clone() for tensor in engine.kv_tensors]
     first, writes = engine.generate_recorded()
+    written = changed_blocks(before, engine.kv_tensors)
     saved = [tensor.clone() for tensor in engine.kv_tensors]
 
-    named = kv_vllm.layouts_of_engine(engine.llm)
-    cache = kv.Cache(engine.kv_tensors, named)
+    (served,) = layouts_of_engine(engine.llm)  # one kind of layer, so one layout
+    cache = served.cache
+    total, wrong = compare_reads(cache, writes)
     checks = [
-        Check("K and V read through views are what the engine wrote", wrong_elements(cache, writes) == 0),
+        Check(
+            f"K and V read through views: {wrong} of {total} elements differ from the engine's", not wrong and total > 0
+        ),
         Check("first run: nothing cached", first.num_cached_tokens == 0),
+        Check(f"the scheduler's {len(first.blocks)} blocks are those that were written", written == first.blocks),
     ]
     geometry = with_blocks(cache.layout.geometry, cache.layout.geometry.num_blocks)
     others = [(label, order) for label, order in LAYOUTS if kv.Layout(order, geometry) != cache.layout]
@@ -271,8 +312,8 @@ def run(directory: Path) -> tuple[str, list[Row], list[Check]]:
         rows.append(row)
         digests.append(digest)
     checks.append(pairwise_different(rows, cache.layout, digests))
-    checks += controls(engine, cache, first, saved)
-    return str(named), rows, checks
+    checks += controls(engine, cache, served.named.order, first, saved)
+    return f"{served.named.name} = {served.named.order}", rows, checks
 
 
 def main() -> int:

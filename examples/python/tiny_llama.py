@@ -15,6 +15,7 @@ def write_tiny_llama(directory: str | Path, *, seed: int = 20) -> Path:
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
     config = LlamaConfig(
         vocab_size=1000,
@@ -31,6 +32,7 @@ def write_tiny_llama(directory: str | Path, *, seed: int = 20) -> Path:
         eos_token_id=2,
         dtype=torch.bfloat16,
     )
+    logging.disable_progress_bar()
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     path = Path(directory)

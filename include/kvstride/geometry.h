@@ -20,6 +20,9 @@ char letter_of(Axis axis) noexcept;
 /// `layer`, `block`, `token`, `head`, `dim`.
 const char* word_of(Axis axis) noexcept;
 
+/// The field of Geometry that holds the length of an axis: `num_layers`, `num_blocks` …
+const char* size_name(Axis axis) noexcept;
+
 /// Sizes of a cache, in elements. All are at least 1.
 struct Geometry {
   std::int64_t num_layers = 1;

@@ -77,7 +77,7 @@ class Layout {
   /// Bytes of the largest tensor, padding included.
   std::int64_t num_bytes() const noexcept;
   /// Bytes of tensor `part` of a layer.
-  std::int64_t part_bytes(std::int64_t part) const { return part_bytes_.at(static_cast<std::size_t>(part)); }
+  std::int64_t part_bytes(std::int64_t part) const;
 
   /// Throws Error(kBlockIndex) where an index is outside its plane.
   Location offset(std::string_view plane, const Index& index) const;
@@ -104,6 +104,9 @@ class Layout {
   std::vector<std::int64_t> part_bytes_;
   bool layered_ = false;
 };
+
+/// The order of a registry name such as `vllm/flashinfer-nhd`, or `name_or_order` parsed.
+Order order_of(std::string_view name_or_order);
 
 /// `kv.layout`: `name_or_order` is a registry name such as `vllm/flashinfer-nhd`, or an order.
 Layout make_layout(std::string_view name_or_order, const Geometry& geometry);

@@ -44,6 +44,7 @@ struct Section {
   bool kv = false;                        ///< key and value have the same body
   std::optional<std::int64_t> kv_stride;  ///< `KV@S`: bytes from key to value
   std::optional<DType> dtype;
+  int column = 0;
 };
 
 struct Member {
@@ -57,6 +58,7 @@ struct Member {
 struct Part {
   std::string name;  ///< empty where none is given
   Section body;
+  int column = 0;
 };
 
 /// A layout before its sizes are known.

@@ -82,6 +82,8 @@ def inspect(tensor: Any, what: str = "tensor") -> TensorInfo:
 def _inspect_torch(tensor: Any, what: str) -> TensorInfo:
     import torch
 
+    if tensor.is_nested:
+        raise ArgumentError(f"{what}: a nested tensor has no strides")
     if tensor.layout is not torch.strided:
         raise ArgumentError(f"{what}: a {tensor.layout} tensor has no strides")
     if tensor.is_meta:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from . import _core
+from ._args import to_int, to_layers, to_optional_int, to_scale, to_scales, to_span
 from ._ids import to_pairs, to_vector
 from ._tensor import TensorInfo, empty_like, inspect
 from .cache import Cache
@@ -26,6 +27,13 @@ Layers = tuple[int, int]
 Span = tuple[int, int, int]
 
 
+def core_of(cache: Any, what: str) -> _core.Cache:
+    """The library's cache of a `Cache`. Raises ArgumentError for anything else."""
+    if not isinstance(cache, Cache):
+        raise ArgumentError(f"{what} is {type(cache).__name__}, expected a kvstride.Cache")
+    return cache._core
+
+
 def copy_blocks(
     cache: Cache, pairs: Any, *, layers: Layers | None = None, null_block: int | None = None
 ) -> int:
@@ -35,7 +43,10 @@ def copy_blocks(
     `null_block`, the id that an engine reserves, are left out. Returns the number of pairs carried out. Raises
     BlockIndexError for an id outside the cache, ArgumentError for a destination given twice or a read-only cache.
     """
-    return int(_core.copy_blocks(cache._core, to_pairs(pairs, "copy_blocks: pairs"), layers, null_block))
+    core = core_of(cache, "copy_blocks: cache")
+    array = to_pairs(pairs, "copy_blocks: pairs")
+    null = to_optional_int(null_block, "copy_blocks: null_block")
+    return int(_core.copy_blocks(core, array, to_layers(layers, "copy_blocks"), null))
 
 
 def swap_blocks(
@@ -46,7 +57,10 @@ def swap_blocks(
     num_blocks and outer strides may differ. Raises LayoutError where the orders differ (`convert_blocks` converts),
     ArgumentError where bytes that are read and bytes that are written meet.
     """
-    return int(_core.swap_blocks(src._core, dst._core, to_pairs(pairs, "swap_blocks: pairs"), layers, null_block))
+    ends = core_of(src, "swap_blocks: src"), core_of(dst, "swap_blocks: dst")
+    array = to_pairs(pairs, "swap_blocks: pairs")
+    null = to_optional_int(null_block, "swap_blocks: null_block")
+    return int(_core.swap_blocks(*ends, array, to_layers(layers, "swap_blocks"), null))
 
 
 def convert_blocks(
@@ -77,12 +91,15 @@ def convert_blocks(
     BlockIndexError, ArgumentError (a destination given twice, touched bytes that meet), LayoutError (other planes or
     sizes).
     """
-    options = (heads, layers, cast, to_scales(scales))
+    verb = "convert_blocks"
+    ends = core_of(src, f"{verb}: src"), core_of(dst, f"{verb}: dst")
+    options = (to_span(heads, f"{verb}: heads"), to_layers(layers, verb), bool(cast), to_scales(scales, verb))
     if pairs is not None:
         if src_blocks is not None or dst_blocks is not None or tokens is not None:
             raise ArgumentError("convert_blocks: give pairs, or src_blocks, dst_blocks and tokens, not both")
         array = to_pairs(pairs, "convert_blocks: pairs")
-        return int(_core.convert_blocks(src._core, dst._core, array, *options, null_block))
+        null = to_optional_int(null_block, f"{verb}: null_block")
+        return int(_core.convert_blocks(*ends, array, *options, null))
     if src_blocks is None or dst_blocks is None:
         raise ArgumentError("convert_blocks: give pairs, or src_blocks and dst_blocks")
     if null_block is not None:
@@ -90,7 +107,7 @@ def convert_blocks(
     sources = to_vector(src_blocks, "convert_blocks: src_blocks")
     destinations = to_vector(dst_blocks, "convert_blocks: dst_blocks")
     span = token_span(src, dst, sources, destinations, tokens, "convert_blocks")
-    _core.convert_tokens(src._core, dst._core, sources, destinations, span, *options)
+    _core.convert_tokens(*ends, sources, destinations, span, *options)
     return int(span[2])
 
 
@@ -98,8 +115,9 @@ def token_span(
     src: Any, dst: Any, sources: np.ndarray, destinations: np.ndarray, tokens: Span | None, verb: str
 ) -> Span:
     """`tokens`, or all tokens of both sequences where they are equally long."""
-    if tokens is not None:
-        return tokens
+    given = to_span(tokens, f"{verb}: tokens")
+    if given is not None:
+        return given
     total_src = len(sources) * src.layout.geometry.block_size
     total_dst = len(destinations) * dst.layout.geometry.block_size
     if total_src != total_dst:
@@ -107,18 +125,11 @@ def token_span(
     return (0, 0, total_src)
 
 
-def to_scales(scales: Mapping[str, Any] | None) -> dict[str, list[float]]:
-    """One list of scales a plane."""
-    out: dict[str, list[float]] = {}
-    for plane, value in (scales or {}).items():
-        array = np.asarray(value, dtype=np.float32).reshape(-1)
-        out[plane] = [float(v) for v in array]
-    return out
-
-
 def zero_blocks(cache: Cache, ids: Any, *, null_block: int | None = None) -> None:
     """Zero every byte of the planes of these blocks, padding untouched. An id given twice is an error."""
-    _core.zero_blocks(cache._core, to_vector(ids, "zero_blocks: ids"), null_block)
+    core = core_of(cache, "zero_blocks: cache")
+    null = to_optional_int(null_block, "zero_blocks: null_block")
+    _core.zero_blocks(core, to_vector(ids, "zero_blocks: ids"), null)
 
 
 def expand_block_ids(ids: Any, ratio: int | float) -> np.ndarray:
@@ -126,9 +137,11 @@ def expand_block_ids(ids: Any, ratio: int | float) -> np.ndarray:
 
     `ratio` is manager block size / kernel block size. Raises ArgumentError for a ratio that is not whole.
     """
-    if ratio != int(ratio):
+    whole = isinstance(ratio, float) and ratio.is_integer()
+    if isinstance(ratio, float) and not whole:
         raise ArgumentError(f"expand_block_ids: ratio {ratio} is not whole")
-    return np.asarray(_core.expand_block_ids(to_vector(ids, "expand_block_ids: ids"), int(ratio)), dtype=np.int64)
+    number = to_int(int(ratio) if whole else ratio, "expand_block_ids: ratio")
+    return np.asarray(_core.expand_block_ids(to_vector(ids, "expand_block_ids: ids"), number), dtype=np.int64)
 
 
 def gather_tokens(cache: Cache, slots: Any, *, out: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -136,22 +149,24 @@ def gather_tokens(cache: Cache, slots: Any, *, out: Mapping[str, Any] | None = N
 
     Slots may repeat. `out` gives tensors to fill, by plane. Raises ArgumentError for raw planes.
     """
+    core = core_of(cache, "gather_tokens: cache")
     ids = to_vector(slots, "gather_tokens: slots")
     layout = _core.dense_layout(cache.layout, len(ids))
     planes = dict(out) if out is not None else _new_planes(cache, layout, len(ids))
-    if len(ids) == 0:
-        return planes
-    _core.gather_tokens(cache._core, ids, _dense(layout, planes, len(ids), "gather_tokens: out"))
+    dense = _dense(layout, planes, len(ids), "gather_tokens: out")
+    if dense is not None:
+        _core.gather_tokens(core, ids, dense)
     return planes
 
 
 def scatter_tokens(cache: Cache, slots: Any, planes: Mapping[str, Any]) -> None:
     """The reverse of `gather_tokens`: tensors `[layer, token, head, dim]` to slots. A slot given twice is an error."""
+    core = core_of(cache, "scatter_tokens: cache")
     ids = to_vector(slots, "scatter_tokens: slots")
-    if len(ids) == 0:
-        return
     layout = _core.dense_layout(cache.layout, len(ids))
-    _core.scatter_tokens(cache._core, ids, _dense(layout, planes, len(ids), "scatter_tokens: planes"))
+    dense = _dense(layout, planes, len(ids), "scatter_tokens: planes")
+    if dense is not None:
+        _core.scatter_tokens(core, ids, dense)
 
 
 def _dense_shape(layout: _core.Layout, plane: str, num_tokens: int) -> tuple[int, ...]:
@@ -164,9 +179,14 @@ def _new_planes(cache: Cache, layout: _core.Layout, num_tokens: int) -> dict[str
     return {p: empty_like(like, dtype, _dense_shape(layout, p, num_tokens)) for p, dtype in layout.planes.items()}
 
 
-def _dense(layout: _core.Layout, planes: Mapping[str, Any], num_tokens: int, what: str) -> _core.Cache:
+def _dense(layout: _core.Layout, planes: Mapping[str, Any], num_tokens: int, what: str) -> _core.Cache | None:
+    """The dense tensors as a cache; None where there are no tokens."""
+    if not isinstance(planes, Mapping):
+        raise ArgumentError(f"{what}: {type(planes).__name__}, expected a mapping from plane to tensor")
     if set(planes) != set(layout.planes):
         raise ArgumentError(f"{what}: planes {sorted(planes)}, the cache has {sorted(layout.planes)}")
+    if num_tokens == 0:
+        return None
     addresses = []
     read_only = False
     for plane, dtype in layout.planes.items():
@@ -214,7 +234,9 @@ def write_tokens(
     stores x / scale, saturated; otherwise dtypes must be equal (bf16 never becomes f16). A slot given twice is an
     error.
     """
+    core = core_of(cache, "write_tokens: cache")
     slots = to_vector(slot_mapping, "write_tokens: slot_mapping")
+    scales = to_scale(key_scale, "write_tokens: key_scale"), to_scale(value_scale, "write_tokens: value_scale")
     args: list[Any] = []
     for name, tensor in (("key", key), ("value", value)):
         info = inspect(tensor, f"write_tokens: {name}")
@@ -227,5 +249,5 @@ def write_tokens(
         if dtype is None:
             raise DTypeError(f"write_tokens: {name} is {info.dtype_name}, the cache holds {plane}")
         args += [info.address, dtype, info.shape, info.strides]
-    _core.write_tokens(cache._core, layer, *args, slots, float(key_scale), float(value_scale))
+    _core.write_tokens(core, to_int(layer, "write_tokens: layer"), *args, slots, *scales)
 

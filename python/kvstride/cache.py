@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from . import _core
@@ -27,6 +26,10 @@ class Cache:
     """
 
     def __init__(self, tensors: Any, layout: Layout | str, *, geometry: Geometry | None = None) -> None:
+        if not isinstance(layout, (Layout, str)):
+            raise ArgumentError(f"Cache: layout is {type(layout).__name__}, expected a name, an order or a Layout")
+        if geometry is not None and not isinstance(geometry, Geometry):
+            raise ArgumentError(f"Cache: geometry is {type(geometry).__name__}, expected a Geometry")
         if isinstance(layout, Layout) and geometry is not None:
             raise ArgumentError("Cache: a Layout has its geometry; give geometry only with a name or an order")
         num_parts = layout.num_parts if isinstance(layout, Layout) else _core.num_parts(layout)
@@ -64,6 +67,8 @@ class Cache:
 
     def plane(self, layer: int, name: str) -> Any:
         """A plane of `layer` as a view; split axes are several dimensions, outermost first, in place of their axis."""
+        if not isinstance(name, str):
+            raise ArgumentError(f"plane: name is {type(name).__name__}, expected plane(layer, name)")
         return self._view(name, layer, True)
 
     def _view(self, name: str, layer: int, allow_split: bool) -> Any:
@@ -78,7 +83,7 @@ def _columns(tensors: Any, num_parts: int) -> list[list[Any]]:
     """One list of tensors (one a layer) for each part."""
     if is_tensor(tensors):
         tensors = [tensors] if num_parts == 1 else _wrong(num_parts, 1)
-    if not isinstance(tensors, Sequence) or isinstance(tensors, (str, bytes)):
+    if not isinstance(tensors, (list, tuple)):
         raise ArgumentError(f"Cache: {type(tensors).__name__} is no tensor and no list of tensors")
     if not tensors:
         raise ArgumentError("Cache: an empty list of tensors")
@@ -88,7 +93,12 @@ def _columns(tensors: Any, num_parts: int) -> list[list[Any]]:
         return [list(tensors)]
     if len(tensors) != num_parts:
         _wrong(num_parts, len(tensors))
+    for column in tensors:
+        if not is_tensor(column) and not isinstance(column, (list, tuple)):
+            raise ArgumentError(f"Cache: {type(column).__name__} is no tensor and no list of tensors")
     columns = [[column] if is_tensor(column) else list(column) for column in tensors]
+    if not all(columns):
+        raise ArgumentError("Cache: an empty list of tensors")
     if len({len(column) for column in columns}) != 1:
         raise ArgumentError(f"Cache: lists of {', '.join(str(len(c)) for c in columns)} tensors must be equally long")
     return columns

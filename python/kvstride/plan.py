@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import _core
+from ._args import to_layers, to_scales, to_span
 from ._ids import to_pairs, to_vector
-from .blocks import Layers, Span, to_scales, token_span
+from .blocks import Layers, Span, token_span
 from .cache import Cache
 from .errors import ArgumentError
 
@@ -31,12 +32,14 @@ class Plan:
         scales: Mapping[str, Any] | None = None,
     ) -> None:
         ends = [end._core if isinstance(end, Cache) else end for end in (src, dst)]
-        if isinstance(src, Cache) != isinstance(dst, Cache):
+        if not any(all(isinstance(e, kind) for e in (src, dst)) for kind in (Cache, _core.Layout)):
             raise ArgumentError("Plan: give two caches or two layouts")
         self._ends = (_Layouts(src), _Layouts(dst))
         self._keep = (src, dst)
-        self._tokens = tokens
-        self._core = _core.Plan(ends[0], ends[1], heads, layers, cast, to_scales(scales))
+        self._tokens = to_span(tokens, "Plan: tokens")
+        self._core = _core.Plan(
+            *ends, to_span(heads, "Plan: heads"), to_layers(layers, "Plan"), bool(cast), to_scales(scales, "Plan")
+        )
 
     def bind(self, pairs: Any = None, *, src_blocks: Any = None, dst_blocks: Any = None) -> Plan:
         """Bind block pairs, or two token sequences (with `tokens` of the plan). Returns the plan."""

@@ -41,8 +41,9 @@ void bind_blocks(nb::module_& m) {
 
   m.def(
       "plane_view",
-      [](const Layout& layout, std::string_view plane, std::int64_t layer, bool allow_split) {
-        const PlaneView view = plane_view(layout, plane, layer, allow_split);
+      [](const Layout& layout, std::string_view plane, nb::object layer, bool allow_split) {
+        const std::int64_t index = to_int64(layer, "layer", ErrorCode::kBlockIndex, "does not fit int64");
+        const PlaneView view = plane_view(layout, plane, index, allow_split);
         return nb::make_tuple(std::string(name_of(view.dtype)), view.tensor, view.byte_offset,
                               nb::tuple(nb::cast(view.shape)), nb::tuple(nb::cast(view.strides)));
       },

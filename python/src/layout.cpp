@@ -9,23 +9,23 @@ kvstride::DType to_dtype(const std::string& name) {
   throw Error(ErrorCode::kDType, "dtype: '" + name + "' is none of " + std::string(dtype_names()));
 }
 
-namespace {
-
-/// Sizes come as Python ints of any length.
-std::int64_t to_size(nb::handle value, const std::string& field) {
-  nb::object index = nb::steal(PyNumber_Index(value.ptr()));
+std::int64_t to_int64(nb::handle value, const std::string& what, ErrorCode beyond, const std::string& limit) {
+  const auto shown = [&] { return what + " is " + nb::cast<std::string>(nb::repr(value)).substr(0, 80) + ", "; };
+  const nb::object index = nb::steal(PyNumber_Index(value.ptr()));
   if (!index.is_valid() || PyBool_Check(value.ptr())) {
     PyErr_Clear();
-    throw Error(ErrorCode::kDType, "geometry: " + field + " is " + nb::cast<std::string>(nb::str(value)) +
-                                       ", must be a whole number");
+    throw Error(ErrorCode::kDType, shown() + "must be a whole number");
   }
   int overflow = 0;
   const long long out = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
-  if (overflow != 0) {
-    throw Error(ErrorCode::kLayout, "geometry: " + field + " is " + nb::cast<std::string>(nb::str(value)) +
-                                        ", must be from 1 to 2^48");
-  }
+  if (overflow != 0) throw Error(beyond, shown() + limit);
   return out;
+}
+
+namespace {
+
+std::int64_t to_size(nb::handle value, const std::string& field) {
+  return to_int64(value, "geometry: " + field, ErrorCode::kLayout, "must be from 1 to 2^48");
 }
 
 nb::tuple to_tuple(const std::vector<std::int64_t>& values) { return nb::tuple(nb::cast(values)); }
@@ -47,7 +47,7 @@ void bind_layouts(nb::module_& m) {
       .def(
           "__init__",
           [](Geometry* self, nb::object num_layers, nb::object num_blocks, nb::object block_size,
-             nb::object num_kv_heads, nb::object head_size, nb::object value_head_size, const std::string& dtype,
+             nb::object num_kv_heads, nb::object head_size, nb::object value_head_size, nb::object dtype,
              const nb::kwargs& symbols) {
             Geometry out;
             out.num_layers = to_size(num_layers, "num_layers");
@@ -56,7 +56,11 @@ void bind_layouts(nb::module_& m) {
             out.num_kv_heads = to_size(num_kv_heads, "num_kv_heads");
             out.head_size = to_size(head_size, "head_size");
             if (!value_head_size.is_none()) out.value_head_size = to_size(value_head_size, "value_head_size");
-            out.dtype = to_dtype(dtype);
+            if (!nb::isinstance<nb::str>(dtype)) {
+              throw Error(ErrorCode::kDType, "geometry: dtype is " + nb::cast<std::string>(nb::repr(dtype)) +
+                                                 ", expected one of " + std::string(dtype_names()));
+            }
+            out.dtype = to_dtype(nb::cast<std::string>(dtype));
             for (auto [name, value] : symbols) {
               const auto key = nb::cast<std::string>(name);
               out.symbols[key] = to_size(value, key);
@@ -64,9 +68,9 @@ void bind_layouts(nb::module_& m) {
             check_geometry(out);
             new (self) Geometry(std::move(out));
           },
-          nb::kw_only(), nb::arg("num_layers") = 1, nb::arg("num_blocks"), nb::arg("block_size"),
-          nb::arg("num_kv_heads"), nb::arg("head_size"), nb::arg("value_head_size") = nb::none(),
-          nb::arg("dtype") = "bf16", nb::arg("symbols"))
+          nb::kw_only(), nb::arg("num_layers").none() = 1, nb::arg("num_blocks").none(), nb::arg("block_size").none(),
+          nb::arg("num_kv_heads").none(), nb::arg("head_size").none(), nb::arg("value_head_size").none() = nb::none(),
+          nb::arg("dtype").none() = "bf16", nb::arg("symbols"))
       .def_ro("num_layers", &Geometry::num_layers)
       .def_ro("num_blocks", &Geometry::num_blocks)
       .def_ro("block_size", &Geometry::block_size)
@@ -85,9 +89,15 @@ void bind_layouts(nb::module_& m) {
       .def(nb::init<std::string_view, Geometry>(), nb::arg("order"), nb::arg("geometry"))
       .def(
           "offset",
-          [](const Layout& self, std::string_view plane, std::int64_t layer, std::int64_t block, std::int64_t token,
-             std::int64_t head, std::int64_t dim) {
-            const Location at = self.offset(plane, {layer, block, token, head, dim});
+          [](const Layout& self, std::string_view plane, nb::object layer, nb::object block, nb::object token,
+             nb::object head, nb::object dim) {
+            Index index{};
+            const nb::object given[] = {layer, block, token, head, dim};
+            for (std::size_t a = 0; a < kNumAxes; ++a) {
+              index[a] = to_int64(given[a], std::string("offset: ") + word_of(static_cast<Axis>(a)), ErrorCode::kBlockIndex,
+                                  "does not fit int64");
+            }
+            const Location at = self.offset(plane, index);
             return std::pair(at.tensor, at.byte);
           },
           nb::arg("plane"), nb::arg("layer") = 0, nb::arg("block") = 0, nb::arg("token") = 0, nb::arg("head") = 0,
@@ -107,7 +117,7 @@ void bind_layouts(nb::module_& m) {
       .def_prop_ro("num_bytes", &Layout::num_bytes, "Bytes of one tensor (of the largest, where they differ).")
       .def_prop_ro("num_tensors", &Layout::num_tensors)
       .def_prop_ro("num_parts", &Layout::num_parts, "Tensors of one layer.")
-      .def("part_bytes", &Layout::part_bytes, nb::arg("part"))
+      .def("part_bytes", &Layout::part_bytes, nb::arg("part"), "Bytes of tensor `part` of a layer.")
       .def_prop_ro("layered", &Layout::layered, "One tensor holds all layers.")
       .def_prop_ro("shape", [](const Layout& self) { return per_part(self, &Layout::shape); },
                    "Natural shape: one dimension a term, KV as 2; a tuple of shapes for several tensors.")
@@ -144,7 +154,16 @@ void bind_layouts(nb::module_& m) {
            nb::arg("num_layers"), "The same order for another number of layers.")
       .def("__str__", &Layout::str)
       .def("__repr__", [](const Layout& self) { return "Layout('" + self.str() + "')"; })
-      .def("__eq__", [](const Layout& a, const Layout& b) { return a == b; }, nb::is_operator());
+      .def("__eq__", [](const Layout& a, const Layout& b) { return a == b; }, nb::is_operator())
+      .def("__hash__", [](const Layout& self) {
+        nb::list key;  // equal layouts have equal bases, extents and dtypes
+        for (const Plane& plane : self.planes()) {
+          key.append(nb::make_tuple(plane.name, std::string(name_of(plane.dtype)), plane.part, plane.base,
+                                    to_tuple({plane.extents.begin(), plane.extents.end()})));
+        }
+        key.sort();
+        return nb::hash(nb::tuple(key));
+      });
 
   nb::class_<Entry>(m, "Entry", "One known layout of the registry.")
 #define KVSTRIDE_FIELD(field) .def_prop_ro(#field, [](const Entry& e) { return std::string(e.field); })
@@ -161,9 +180,6 @@ void bind_layouts(nb::module_& m) {
   m.def("layout", &make_layout, nb::arg("name_or_order"), nb::arg("geometry"),
         "Layout of a registry name such as 'vllm/flashinfer-nhd' or of an order such as 'B KV N H D'.");
   m.def("num_parts",
-        [](std::string_view text) {
-          const Entry* entry = find_entry(text);
-          return Order::parse(entry != nullptr ? entry->order : text).parts().size();
-        },
+        [](std::string_view text) { return order_of(text).parts().size(); },
         nb::arg("name_or_order"), "Tensors of one layer.");
 }

@@ -35,6 +35,7 @@ void translate(const std::exception_ptr& pointer, void*) {
 
 NB_MODULE(_core, m) {
   m.doc() = "The C++ library of kvstride.";
+  nb::set_leak_warnings(false);  // modules may keep registry entries until the interpreter ends
   nb::register_exception_translator(translate);
   m.def("version", [] { return std::string(kvstride::version()); }, "Version of the C++ library.");
   m.def("cuda_built", &kvstride::cuda_built, "Whether the CUDA back end was compiled.");

@@ -27,6 +27,8 @@ inline std::span<const kvstride::Pair> to_pairs(const IdPairs& pairs) {
   return {reinterpret_cast<const kvstride::Pair*>(pairs.data()), pairs.shape(0)};
 }
 
+/// A Python int of any length; `beyond` is the error for one that does not fit, kDType for what is no int.
+std::int64_t to_int64(nb::handle value, const std::string& what, kvstride::ErrorCode beyond, const std::string& limit);
 kvstride::DType to_dtype(const std::string& name);
 void bind_layouts(nb::module_& m);
 void bind_detect(nb::module_& m);

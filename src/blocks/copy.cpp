@@ -133,7 +133,10 @@ std::int64_t copy_blocks(const Cache& cache, std::span<const Pair> pairs, std::o
 
 void zero_blocks(const Cache& cache, std::span<const std::int64_t> ids, std::optional<std::int64_t> null_block) {
   if (cache.read_only()) throw Error(ErrorCode::kArgument, "zero_blocks: the cache is read-only");
-  plan::Program program("zero_blocks", end_of(cache), end_of(cache), {});
+  plan::BuildOptions build;
+  build.ids_name = "ids";
+  build.src_name = build.dst_name = "cache";
+  plan::Program program("zero_blocks", end_of(cache), end_of(cache), std::move(build));
   std::vector<Pair> pairs;
   for (const std::int64_t id : ids) {
     if (!null_block || id != *null_block) pairs.push_back({id, id});

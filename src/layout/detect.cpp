@@ -57,8 +57,7 @@ void check_hints(const Hints& hints, const char* verb) {
 
 /// Layouts of one row over the tensors. Without num_layers the tensor is one layer.
 std::vector<Layout> fit_row(const Entry& row, const std::vector<TensorShape>& parts, Hints hints) {
-  const bool one_layer = !hints.num_layers;
-  if (one_layer) hints.num_layers = 1;
+  if (!hints.num_layers) hints.num_layers = 1;
   std::vector<Layout> out;
   const Order order = Order::parse(row.order);
   const bool layered = order.has(Axis::kLayer);
@@ -75,9 +74,6 @@ std::vector<Layout> fit_row(const Entry& row, const std::vector<TensorShape>& pa
     add(std::move(*all));
   }
   for (Layout& layout : fit_natural(order, parts, hints)) add(std::move(layout));
-  if (layered && one_layer) {
-    for (Layout& layout : fit_natural(order.without(Axis::kLayer), parts, hints)) add(std::move(layout));
-  }
   return out;
 }
 
@@ -190,6 +186,8 @@ std::string print(const Example& example) {
                         to_string(layout.geometry()));
     if (const auto example = differing_element(layout, other)) {
       text += fmt::format(" puts {} at byte {}", print(*example), example->a.byte);
+    } else {
+      text += " differs in sizes only, which a geometry settles";
     }
   }
   throw Error(ErrorCode::kAmbiguous,
@@ -274,9 +272,9 @@ struct Choice {
 std::vector<const Entry*> rows_of(const Order& order, const Entry* named) {
   if (named != nullptr) return {named};
   std::vector<const Entry*> out;
-  const std::string text = print_parts(order.parts());
+  const std::string text = without_strides(order.parts());
   for (const Entry& row : registry()) {
-    if (print_parts(Order::parse(row.order).parts()) == text) out.push_back(&row);
+    if (without_strides(Order::parse(row.order).parts()) == text) out.push_back(&row);
   }
   return out;
 }
@@ -306,7 +304,7 @@ Layout bind_order(const std::vector<Choice>& choices, const std::vector<TensorSh
   if (found.size() == 1) return std::move(found.front());
   if (found.size() > 1) {
     std::vector<std::pair<std::string, const Layout*>> list;
-    for (const Layout& layout : found) list.emplace_back("one", &layout);
+    for (const Layout& layout : found) list.emplace_back(order.text(), &layout);
     throw_ambiguous("cache", parts, list);
   }
   std::string expected;
@@ -334,7 +332,7 @@ Layout bind_layout(std::string_view name_or_order, const std::vector<TensorShape
                    std::int64_t tensors_per_part) {
   check_hints(hints, "cache");
   const Entry* named = find_entry(name_or_order);
-  const Order order = Order::parse(named != nullptr ? named->order : name_or_order);
+  const Order order = order_of(name_or_order);
   std::vector<Declared> whole;  // shapes that hold all that the order holds
   std::vector<Declared> layer;  // shapes of one layer's view of an order with L
   const bool layered = order.has(Axis::kLayer);

@@ -29,6 +29,10 @@ std::string text_of(const Size& size) {
 
 std::string label_of(const Term& term) {
   const std::string axis(1, letter_of(term.axis));
+  if (term.extent && term.whole()) {
+    const Extent& extent = *term.extent;
+    return extent.axis ? fmt::format("{}//{}", letter_of(*extent.axis), extent.divisor) : text_of(extent.size);
+  }
   if (term.divisor && !term.modulus) return axis + "//" + text_of(*term.divisor);
   if (term.modulus && !term.divisor) return text_of(*term.modulus);
   return term.whole() ? axis : "?";
@@ -39,7 +43,7 @@ std::vector<Atom> atoms_of(Section& section, bool even) {
   std::vector<Atom> out;
   for (Term& term : section.terms) out.push_back({Atom::kTerm, &term, nullptr, label_of(term)});
   if (section.members.empty()) return out;
-  if (section.kv && even && section.members[0].body.members.empty()) {
+  if (section.kv && even) {
     // Key and value have equal bodies; the modes are set on both, the first one speaks for them.
     out.push_back({Atom::kKV, nullptr, &section, "2"});
     for (Atom& atom : atoms_of(section.members[0].body, even)) out.push_back(std::move(atom));
@@ -56,8 +60,9 @@ struct Grouping {
   std::vector<bool> padded;
 };
 
-Sizes known_sizes(const Hints& hints) {
+Sizes known_sizes(const Hints& hints, std::int64_t item) {
   Sizes out;
+  out["x"] = 16 / item;  // as in layout.cpp
   for (int a = 0; a < kNumAxes; ++a) {
     const Axis axis = static_cast<Axis>(a);
     if (const auto value = hints.get(axis)) out[std::string(1, letter_of(axis))] = *value;
@@ -124,6 +129,8 @@ bool solve(const std::vector<Atom>& atoms, const Grouping& grouping, const Tenso
     bool hinted = false;
     for (const std::size_t i : group) {
       if (atoms[i].kind == Atom::kContent) return false;
+      // A length of 1 fuses with anything: one layer is a dimension of its own, or not in the tensor at all.
+      if (atoms[i].label == "L" && evaluate("L", sizes) == 1) return false;
       if (const auto value = evaluate(atoms[i].label, sizes)) {
         hinted |= given.contains(atoms[i].label);
         if (__builtin_mul_overflow(product, *value, &product)) return false;
@@ -221,31 +228,16 @@ Geometry to_geometry(const Sizes& sizes, const Hints& hints, const Order& order,
   out.value_head_size = hints.value_head_size;
   out.dtype = hints.dtype.value_or(default_dtype(tensor.item_size));
   for (const auto& [name, value] : sizes) {
-    if (name.size() != 1 || std::string_view("LBNHD").find(name) == std::string_view::npos) {
+    if (name.size() != 1 || std::string_view("LBNHDx").find(name) == std::string_view::npos) {
       out.symbols[name] = value;
     }
   }
   return out;
 }
 
-/// Bytes of the content atom, by building the layout with natural strides; nothing where it cannot be built.
-std::optional<std::int64_t> content_size(const Section& section, const Geometry& geometry) {
-  Section content = section;
-  content.terms.clear();
-  std::vector<Part> parts(1);
-  parts[0].body = content;
-  try {
-    Geometry one = geometry;
-    one.num_layers = 1;
-    return Layout(Order::from_parts(std::move(parts)), one).num_bytes();
-  } catch (const Error&) {
-    return std::nullopt;
-  }
-}
-
 std::optional<Layout> fit_grouped(const Order& order, const std::vector<Grouping>& groupings,
                                   const std::vector<TensorShape>& tensors, const Hints& hints) {
-  const Sizes given = known_sizes(hints);
+  const Sizes given = known_sizes(hints, tensors[0].item_size);
   Sizes sizes = given;
   std::vector<Part> parts = order.parts();
   std::vector<std::vector<Atom>> atoms;
@@ -259,9 +251,7 @@ std::optional<Layout> fit_grouped(const Order& order, const std::vector<Grouping
     for (std::size_t p = 0; p < parts.size(); ++p) {
       std::int64_t content = 0;
       if (!atoms[p].empty() && atoms[p].back().kind == Atom::kContent) {
-        const auto bytes = content_size(*atoms[p].back().section, geometry);
-        if (!bytes) return std::nullopt;
-        content = *bytes;
+        content = content_bytes(*atoms[p].back().section, geometry);
       }
       if (!place_strides(atoms[p], groupings[p], tensors[p], sizes, tensors[p].item_size, content)) {
         return std::nullopt;
@@ -355,7 +345,7 @@ std::optional<Layout> fit_opaque(const Order& order, const Declared& declared,
   const std::vector<std::string> dims = split(declared.shape, ',');
   const std::vector<std::string> literal = split(declared.literal, ',');
   if (dims.size() != tensor.shape.size()) return std::nullopt;
-  Sizes sizes = known_sizes(hints);
+  Sizes sizes = known_sizes(hints, tensors[0].item_size);
   for (bool again = true; again;) {  // products with one unknown size
     again = false;
     for (std::size_t dim = 0; dim < dims.size(); ++dim) {
@@ -423,7 +413,9 @@ std::optional<Layout> fit_opaque(const Order& order, const Declared& declared,
         if (plane.merged(axis).size() != 1) return std::nullopt;
       }
     }
-    Layout layout(order.with_strides(strides), geometry);
+    const Layout strided(order.with_strides(strides), geometry);
+    // Strides that are natural need no @.
+    const Layout& layout = strided == natural ? natural : strided;
     // What lies inside the literal dimensions is exactly the contiguous rest.
     std::int64_t inside = 0;
     for (const Plane& plane : layout.planes()) {

@@ -27,6 +27,11 @@ const char* word_of(Axis axis) noexcept {
   return kWords[static_cast<int>(axis)];
 }
 
+const char* size_name(Axis axis) noexcept {
+  constexpr const char* kNames[] = {"num_layers", "num_blocks", "block_size", "num_kv_heads", "head_size"};
+  return kNames[static_cast<int>(axis)];
+}
+
 std::int64_t Geometry::extent(Axis axis) const noexcept {
   switch (axis) {
     case Axis::kLayer: return num_layers;

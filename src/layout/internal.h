@@ -14,6 +14,11 @@ namespace kvstride {
 /// Text of a section as it would be written.
 std::string print_section(const Section& section);
 std::string print_parts(const std::vector<Part>& parts);
+/// The same without any `@`.
+std::string without_strides(std::vector<Part> parts);
+
+/// Bytes inside the terms of a section, padding included.
+std::int64_t content_bytes(const Section& section, const Geometry& geometry);
 
 /// The registry names that a bare `NHD` or `HND` could mean, comma separated.
 std::string rows_called(std::string_view letters);

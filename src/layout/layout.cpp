@@ -17,7 +17,8 @@ constexpr std::int64_t kMaxBytes = std::int64_t{1} << 62;
 constexpr std::size_t kMaxPlanes = 64;
 
 [[noreturn]] void fail(const std::string& what, int column = 0) {
-  throw Error(ErrorCode::kLayout, "layout: " + what, column);
+  const std::string where = column > 0 ? fmt::format("layout, column {}: ", column) : "layout: ";
+  throw Error(ErrorCode::kLayout, where + what, column);
 }
 
 std::string join_names(const std::string& outer, const std::string& inner) {
@@ -43,7 +44,9 @@ class Builder {
       Plane plane;
       plane.name = prefix;
       plane.dtype = dtype.value_or(geometry_.dtype);
-      if (prefix.empty()) fail("a plane without a name; write `KV` or `{key: …, value: …}`");
+      if (prefix.empty()) {
+        fail("a plane without a name; write `KV` or `{key: …, value: …}`", section.column);
+      }
       out.size = item_size(plane.dtype);
       out.planes.push_back(std::move(plane));
     } else {
@@ -124,8 +127,8 @@ class Builder {
       mode.modulus =
           term.modulus ? size_value(*term.modulus, plane, term.column) : extent_of(term, plane);
       if (mode.modulus % mode.divisor != 0) {
-        fail(fmt::format("plane {}: {} of {} is not divisible by {}", plane.name,
-                         term.modulus ? "modulus" : "length", mode.modulus, mode.divisor),
+        fail(fmt::format("plane {}: the {} of {}, {}, is not divisible by {}", plane.name,
+                         term.modulus ? "modulus" : "length", letter_of(term.axis), mode.modulus, mode.divisor),
              term.column);
       }
       mode.extent = mode.modulus / mode.divisor;
@@ -137,6 +140,7 @@ class Builder {
       }
       size = whole;
       plane.modes.insert(plane.modes.begin(), mode);
+      digit_columns_[{plane.name, term.axis, mode.divisor}] = term.column;
       if (term.extent) {
         auto& given = given_[plane.name];
         given[static_cast<std::size_t>(term.axis)] = true;
@@ -162,7 +166,8 @@ class Builder {
         if (divisor != reached) {
           fail(fmt::format("plane {}: splits of {} do not multiply: one ends at {}, the next starts "
                            "at {}",
-                           plane.name, letter_of(axis), reached, divisor));
+                           plane.name, letter_of(axis), reached, divisor),
+               column_of(plane, axis, divisor));
         }
         reached = modulus;
       }
@@ -170,15 +175,22 @@ class Builder {
       const bool free = given != given_.end() && given->second[static_cast<std::size_t>(a)];
       if (!free && reached != full_extent(axis, plane)) {
         fail(fmt::format("plane {}: splits of {} reach {}, not {}", plane.name, letter_of(axis),
-                         reached, full_extent(axis, plane)));
+                         reached, full_extent(axis, plane)),
+             column_of(plane, axis, digits.back().first));
       }
       plane.extents[static_cast<std::size_t>(a)] = reached;
     }
   }
 
  private:
+  int column_of(const Plane& plane, Axis axis, std::int64_t divisor) const {
+    const auto found = digit_columns_.find({plane.name, axis, divisor});
+    return found == digit_columns_.end() ? 0 : found->second;
+  }
+
   const Geometry& geometry_;
   std::map<std::string, std::array<bool, kNumAxes>> given_;
+  std::map<std::tuple<std::string, Axis, std::int64_t>, int> digit_columns_;
 };
 
 bool has_padding(const Section& section) {
@@ -254,7 +266,7 @@ Layout::Layout(Order order, Geometry geometry)
     bool part_layered = false;
     for (Plane& plane : built.planes) {
       if (find_plane(plane.name) != nullptr) {
-        fail(fmt::format("the name '{}' is given twice", plane.name));
+        fail(fmt::format("the name '{}' is given twice", plane.name), part.column);
       }
       plane.part = part_index;
       builder.finish(plane);
@@ -263,7 +275,7 @@ Layout::Layout(Order order, Geometry geometry)
       planes_.push_back(std::move(plane));
       if (planes_.size() > kMaxPlanes) fail(fmt::format("more than {} planes", kMaxPlanes));
     }
-    if (part_layered != layered_) fail("L is in one tensor and not in another");
+    if (part_layered != layered_) fail("L is in one tensor and not in another", part.column);
     padded |= has_padding(part.body);
     part_bytes_.push_back(built.size);
     ++part_index;
@@ -300,6 +312,13 @@ std::int64_t Layout::num_tensors() const noexcept {
   return num_parts() * (layered_ ? 1 : geometry_.num_layers);
 }
 
+std::int64_t Layout::part_bytes(std::int64_t part) const {
+  if (part < 0 || part >= num_parts()) {
+    throw Error(ErrorCode::kBlockIndex, fmt::format("layout: part {} of {} tensors a layer", part, num_parts()));
+  }
+  return part_bytes_[static_cast<std::size_t>(part)];
+}
+
 std::int64_t Layout::num_bytes() const noexcept {
   return *std::max_element(part_bytes_.begin(), part_bytes_.end());
 }
@@ -315,8 +334,8 @@ Location Layout::offset(const Plane& plane, const Index& index) const {
     const std::int64_t i = index[static_cast<std::size_t>(a)];
     if (i < 0 || i >= plane.extent(axis)) {
       throw Error(ErrorCode::kBlockIndex,
-                  fmt::format("offset: {} {} is outside plane {} (num {} is {})", word_of(axis), i,
-                              plane.name, word_of(axis), plane.extent(axis)));
+                  fmt::format("offset: {} {} is outside plane '{}' ({} is {})", word_of(axis), i, plane.name,
+                              size_name(axis), plane.extent(axis)));
     }
     byte += plane.axis_offset(axis, i);
   }
@@ -332,8 +351,6 @@ struct Dim {
   std::int64_t stride;
 };
 
-bool has_section(const Section& section) { return !section.members.empty() && !section.kv; }
-
 }  // namespace
 
 std::int64_t Layout::natural_item_size(std::int64_t part) const {
@@ -346,40 +363,37 @@ std::int64_t Layout::natural_item_size(std::int64_t part) const {
   return item;
 }
 
+std::int64_t content_bytes(const Section& section, const Geometry& geometry) {
+  Section content = section;
+  content.terms.clear();
+  Geometry one = geometry;
+  one.num_layers = 1;
+  return Builder(one).build(content, "", std::nullopt).size;
+}
+
 static std::vector<Dim> natural_dims(const Layout& layout, std::int64_t part) {
   const Section* section = &layout.order().parts().at(static_cast<std::size_t>(part)).body;
-  const Plane* first = nullptr;
-  const Plane* second = nullptr;
-  std::int64_t end = 0;
+  std::vector<const Plane*> planes;
   for (const Plane& plane : layout.planes()) {
-    if (plane.part != part) continue;
-    if (first == nullptr) {
-      first = &plane;
-    } else if (second == nullptr) {
-      second = &plane;
-    }
+    if (plane.part == part) planes.push_back(&plane);
   }
-  const std::int64_t item = layout.natural_item_size(part);
+  const Plane& first = *planes.front();
   std::vector<Dim> dims;
   std::size_t mode = 0;
   while (true) {
     for (std::size_t i = 0; i < section->terms.size(); ++i, ++mode) {
-      dims.push_back({first->modes[mode].extent, first->modes[mode].stride});
+      dims.push_back({first.modes[mode].extent, first.modes[mode].stride});
     }
-    const bool even = section->kv && !has_section(section->members[0].body) && second != nullptr &&
-                      first->extents == second->extents;
-    if (!even) break;
-    dims.push_back({2, second->base - first->base});
+    // K's planes come first, then V's alike.
+    const Plane& twin = *planes[planes.size() / 2];
+    if (!section->kv || first.extents != twin.extents) break;
+    dims.push_back({2, twin.base - first.base});
+    planes.resize(planes.size() / 2);
     section = &section->members[0].body;
   }
   if (!section->members.empty()) {
-    for (const Plane& plane : layout.planes()) {
-      if (plane.part != part) continue;
-      std::vector<Mode> inner(plane.modes.begin() + static_cast<std::ptrdiff_t>(mode),
-                              plane.modes.end());
-      end = std::max(end, plane.base + span_of(inner, item_size(plane.dtype)));
-    }
-    dims.push_back({end / item, item});
+    const std::int64_t item = layout.natural_item_size(part);
+    dims.push_back({content_bytes(*section, layout.geometry()) / item, item});
   }
   return dims;
 }
@@ -417,8 +431,7 @@ bool Layout::operator==(const Layout& other) const {
 }
 
 Layout make_layout(std::string_view name_or_order, const Geometry& geometry) {
-  if (const Entry* entry = find_entry(name_or_order)) return Layout(entry->order, geometry);
-  return Layout(Order::parse(name_or_order), geometry);
+  return Layout(order_of(name_or_order), geometry);
 }
 
 }  // namespace kvstride

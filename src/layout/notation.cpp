@@ -76,6 +76,12 @@ std::optional<Axis> axis_of(std::string_view text) {
 /// vLLM's six layouts of all layers in one allocation (vLLM 0.29 and newer); C = KV D.
 constexpr std::string_view kLetterOrders[] = {"LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"};
 
+/// Words with a meaning of their own.
+bool reserved(std::string_view text) {
+  return axis_of(text) || text == "KV" || dtype_from_name(text) ||
+         std::find(std::begin(kLetterOrders), std::end(kLetterOrders), text) != std::end(kLetterOrders);
+}
+
 bool holds_kv(const Section& section) {
   return section.kv || std::any_of(section.members.begin(), section.members.end(),
                                    [](const Member& member) { return holds_kv(member.body); });
@@ -178,9 +184,8 @@ class Parser {
     std::vector<Member> out;
     do {
       const Token name = next();
-      if (name.kind != Token::kName || axis_of(name.text) || name.text == "KV") {
-        fail(name.begin, "expected the name of a member, as in `key: N H D`");
-      }
+      if (name.kind != Token::kName) fail(name.begin, "expected the name of a member, as in `key: N H D`");
+      if (reserved(name.text)) fail(name.begin, fmt::format("'{}' cannot be a name", name.text));
       Member member;
       member.name = std::string(name.text);
       member.column = static_cast<int>(name.begin + 1);
@@ -197,6 +202,7 @@ class Parser {
     if (depth > kMaxDepth) fail(peek().begin, fmt::format("nested deeper than {}", kMaxDepth));
     Section out;
     const std::size_t start = peek().begin;
+    out.column = static_cast<int>(start + 1);
     while (true) {
       const Token token = peek();
       if (token.kind == Token::kName && token.text == "KV") {
@@ -248,6 +254,7 @@ class Parser {
   Part part() {
     Part out;
     const Token token = peek();
+    out.column = out.body.column = static_cast<int>(token.begin + 1);
     for (const std::string_view letters : kLetterOrders) {
       if (token.kind == Token::kName && token.text == letters) {
         next();
@@ -275,7 +282,7 @@ class Parser {
                                     token.text, rows_called(token.text)));
     }
     if (token.kind == Token::kName && peek(1).kind == Token::kSign && peek(1).text == ":") {
-      if (axis_of(token.text) || token.text == "KV" || dtype_from_name(token.text)) {
+      if (reserved(token.text)) {
         fail(token.begin, fmt::format("'{}' cannot be a name", token.text));
       }
       out.name = std::string(token.text);
@@ -309,6 +316,7 @@ Order Order::parse(std::string_view text) {
   out.parts_ = Parser(text).parse();
   for (Part& part : out.parts_) fold_alike(part.body);
   out.text_ = std::string(text);
+  for (char& c : out.text_) c = blank(c) ? ' ' : c;  // messages are one line
   return out;
 }
 

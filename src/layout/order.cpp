@@ -57,6 +57,15 @@ void set_axis_stride(Section& section, Axis axis, std::int64_t stride) {
   for (Member& member : section.members) set_axis_stride(member.body, axis, stride);
 }
 
+void drop_strides(Section& section) {
+  for (Term& term : section.terms) term.stride.reset();
+  section.kv_stride.reset();
+  for (Member& member : section.members) {
+    member.offset.reset();
+    drop_strides(member.body);
+  }
+}
+
 /// The innermost section that holds the two halves.
 bool set_value_offset(Section& section, std::int64_t stride) {
   if (section.members.size() == 2 && section.members[1].name == "value") {
@@ -72,6 +81,11 @@ bool set_value_offset(Section& section, std::int64_t stride) {
 }
 
 }  // namespace
+
+std::string without_strides(std::vector<Part> parts) {
+  for (Part& part : parts) drop_strides(part.body);
+  return print_parts(parts);
+}
 
 std::string print_section(const Section& section) {
   std::string out;

@@ -4,7 +4,10 @@
 
 #include <string>
 
+#include "kvstride/error.h"
+#include "kvstride/layout.h"
 #include "layout/internal.h"
+#include "layout/shape_text.h"
 
 namespace kvstride {
 namespace {
@@ -22,6 +25,19 @@ const Entry* find_entry(std::string_view name) noexcept {
     if (row.name == name) return &row;
   }
   return nullptr;
+}
+
+Order order_of(std::string_view name_or_order) {
+  const std::string_view text = trim(name_or_order);
+  if (const Entry* entry = find_entry(text)) return Order::parse(entry->order);
+  // A name, not an order: `engine/layout`.
+  const bool name = !text.empty() && text[0] >= 'a' && text[0] <= 'z' && text.find('/') != std::string_view::npos &&
+                    text.find_first_of(" :{") == std::string_view::npos;
+  if (name) {
+    throw Error(ErrorCode::kLayout,
+                "layout: no layout '" + std::string(text.substr(0, 100)) + "' in the registry (`kvstride layouts` lists it)");
+  }
+  return Order::parse(name_or_order);
 }
 
 std::string rows_called(std::string_view letters) {

@@ -13,7 +13,7 @@ bool all_digits(std::string_view text) {
                                       [](char c) { return c >= '0' && c <= '9'; });
 }
 
-/// Recursive descent over rows of the registry only, which are correct by test.
+/// Recursive descent. A division that leaves a remainder has no value.
 class Evaluator {
  public:
   Evaluator(std::string_view text, const Sizes& sizes) : text_(text), sizes_(sizes) {}
@@ -48,7 +48,7 @@ class Evaluator {
         if (!right || __builtin_mul_overflow(*value, *right, &*value)) return std::nullopt;
       } else if (accept("//")) {
         const auto right = atom();
-        if (!right || *right == 0) return std::nullopt;
+        if (!right || *right == 0 || *value % *right != 0) return std::nullopt;
         *value /= *right;
       } else {
         break;

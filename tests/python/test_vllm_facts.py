@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm_facts import facts_file, label, records, visible
 
 import kvstride as kv
 from kvstride.vllm import FAMILIES, Named, name_layout
+from vllm_facts import facts_file, label, records, visible
 
 AXES = ("B", "N", "H", "D")
 ADDRESSED = [r for r in records() if "key" in r and "value" in r]
@@ -61,7 +61,9 @@ def runs(shape: Any, strides: Any) -> list[tuple[int, int]]:
     """(stride, length) of the dimensions longer than 1, outermost first; dimensions that continue each other, such as
     the heads and dims that a backend leaves fused, are one."""
     out: list[tuple[int, int]] = []
-    for stride, length in sorted(((int(s), int(n)) for n, s in zip(shape, strides, strict=True) if n > 1), reverse=True):
+    for stride, length in sorted(
+        ((int(s), int(n)) for n, s in zip(shape, strides, strict=True) if n > 1), reverse=True
+    ):
         if out and out[-1][0] == stride * length:
             out[-1] = (stride, out[-1][1] * length)
         else:
@@ -223,7 +225,11 @@ def test_sizes_that_coincide_are_refused_unless_a_probe_tells_the_axes(sizes: tu
     named = name_layout(facts | {"probe": {"args": probe["args"], "logical_shape": probe["logical_shape"]}})
     assert named.text == "KV B H N D"
     with pytest.raises(kv.UnknownLayout):
-        name_layout(facts | {"probe": {"args": probe["args"], "logical_shape": [7, 2, 640, 11, 128]}} | {"logical_shape": [2, 9, 16, 3, 32]})
+        name_layout(
+            facts
+            | {"probe": {"args": probe["args"], "logical_shape": [7, 2, 640, 11, 128]}}
+            | {"logical_shape": [2, 9, 16, 3, 32]}
+        )
 
 
 def test_case_C52_a_stride_order_that_is_no_permutation() -> None:

@@ -7,9 +7,10 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import kvstride as kv
 import numpy as np
 import pytest
+
+import kvstride as kv
 from kvstride.vllm import ops
 
 NB, BS, NH, HS = 5, 4, 3, 8
@@ -19,8 +20,13 @@ SPLIT = {
     "kv-first": ("vllm/flash-attention-nhd", (2, NB, BS, NH, HS), lambda c, b, kv_: c[kv_, b]),
     "packed": ("vllm/packed-hnd", (NB, NH, BS, 2 * HS), lambda c, b, kv_: c[b, ..., kv_ * HS : (kv_ + 1) * HS]),
 }
-# Without a name: whatever (5, 2, 4, 3, 8) is, its blocks are its first axis; (2, 5, 4, 3, 8) has readings that differ.
-HOWS = [*((name, how) for name in SPLIT for how in ("layout", "registered")), ("blocks-first", "unnamed")]
+# Without a name: whatever the first and last are, their blocks are the first axis; (2, 5, 4, 3, 8) can be either.
+HOWS = [
+    (name, how)
+    for name in SPLIT
+    for how in ("layout", "registered", "unnamed")
+    if (name, how) != ("kv-first", "unnamed")
+]
 LIBRARIES = ["numpy"] + (["torch"] if importlib.util.find_spec("torch") else [])
 
 
@@ -83,9 +89,9 @@ def test_c01_copy_blocks_in_every_layer(lib: Any, name: str, how: str) -> None:
     expected = [after_pairs(layer, layer, pairs.tolist(), part) for layer in layers]
     tensors = [lib(layer) for layer in layers]
     if how == "registered":
-        ops.register(dict(zip(("layer.0", "layer.1"), tensors)), layout=layout)
+        ops.register(dict(zip(("layer.0", "layer.1"), tensors, strict=True)), layout=layout)
     ops.copy_blocks(tensors, lib(pairs), **({"layout": layout} if how == "layout" else {}))
-    for layer, wanted in zip(layers, expected):
+    for layer, wanted in zip(layers, expected, strict=True):
         np.testing.assert_array_equal(layer, wanted)
 
 
@@ -208,9 +214,9 @@ def test_historical_copy_blocks_takes_views_of_any_layout(lib: Any, name: str, h
     tensors = [lib(layer) for layer in layers]
     if how == "registered":
         ops.register(tensors, layout=layout)
-    keys, values = zip(*(split(name, tensor) for tensor in tensors))
+    keys, values = zip(*(split(name, tensor) for tensor in tensors), strict=True)
     ops.copy_blocks(list(keys), list(values), pairs, **({"layout": layout} if how == "layout" else {}))
-    for layer, wanted in zip(layers, expected):
+    for layer, wanted in zip(layers, expected, strict=True):
         np.testing.assert_array_equal(layer, wanted)
 
 
@@ -243,6 +249,46 @@ def test_registered_cache_split_on_the_wrong_axis_is_refused(lib: Any) -> None:
     np.testing.assert_array_equal(cache, filled(shape))
     ops.copy_blocks([tensor[:, 0]], [tensor[:, 1]], [(0, 1)])
     np.testing.assert_array_equal(cache[1], filled(shape)[0])
+
+
+def test_a_part_of_a_registered_cache_must_be_its_k_or_v(lib: Any) -> None:
+    """PagedAttention.swap_blocks hands the op `src_kv_cache[0]`: K of a kv-first cache, or block 0 of another."""
+    for name, right in (("kv-first", True), ("blocks-first", False)):
+        layout, shape, _ = SPLIT[name]
+        source, target = filled(shape), np.zeros(shape, np.int32)
+        src, dst = lib(source), lib(target)
+        ops.register([src, dst], layout=layout)
+        if right:
+            ops.swap_blocks(src[0], dst[0], [(0, 3)])
+            expected = np.zeros(shape, np.int32)
+            expected[0, 3] = source[0, 0]
+            np.testing.assert_array_equal(target, expected)
+        else:
+            with pytest.raises(kv.LayoutError, match="wrong axis"):
+                ops.swap_blocks(src[0], dst[0], [(0, 1)])
+            assert not target.any()
+
+
+def test_historical_copy_blocks_in_one_layer_of_a_registered_allocation(lib: Any) -> None:
+    cache = filled((NB, 2, 2, NH, BS, HS))  # B L KV H N D: all layers in a block
+    tensor = lib(cache)
+    geometry = kv.Geometry(num_layers=2, num_blocks=NB, block_size=BS, num_kv_heads=NH, head_size=HS, dtype="i32")
+    ops.register(tensor, layout="B L KV H N D", geometry=geometry)
+    ops.copy_blocks([tensor[:, 1, 0]], [tensor[:, 1, 1]], [(0, 3)])
+    expected = filled(cache.shape)
+    expected[3, 1] = expected[0, 1]
+    np.testing.assert_array_equal(cache, expected)
+
+
+@pytest.mark.parametrize("num_blocks", [NB, 9])
+def test_a_layout_with_its_geometry(lib: Any, num_blocks: int) -> None:
+    """The two-slot shape (num_blocks, 2, block_size, heads * dim) does not say its heads: a Layout does."""
+    source, target = filled((NB, 2, BS, NH * HS)), np.zeros((num_blocks, 2, BS, NH * HS), np.int32)
+    geometry = kv.Geometry(num_layers=4, num_blocks=NB, block_size=BS, num_kv_heads=NH, head_size=HS, dtype="i32")
+    ops.swap_blocks(lib(source), lib(target), [(4, 0)], layout=kv.layout("B KV N H D", geometry))
+    expected = np.zeros_like(target)
+    expected[0] = source[4]
+    np.testing.assert_array_equal(target, expected)
 
 
 # --- headline 2: ModelOpt's sparse attention after the layout moved -------------------------------------------------
@@ -417,8 +463,8 @@ def test_reshape_and_cache_flash(lib: Any, name: str, how: str) -> None:
     cache = np.full(shape, -1000, np.float32)
     expected = cache.copy()
     key, value = tokens()
-    for view, rows in zip(split(name, expected), (key, value)):
-        for slot, row in zip(SLOTS, rows):
+    for view, rows in zip(split(name, expected), (key, value), strict=True):
+        for slot, row in zip(SLOTS, rows, strict=False):
             if slot >= 0:
                 view[slot // BS, slot % BS] = row
     tensor = lib(cache)
@@ -451,14 +497,14 @@ def test_reshape_and_cache_flash_where_the_layout_is_not_what_the_views_say(lib:
 
 
 X_SPLIT = {
-    "kv-first": ("{key: B H D/x N D%x, value: B H D N}", lambda c: (c[0], c[1])),
-    "blocks-first": ("B {key: H D/x N D%x, value: H D N}", lambda c: (c[:, 0], c[:, 1])),
+    "kv-first": ("vllm/rocm-attention", (2, NB, BS, NH, HS), lambda c: (c[0], c[1])),
+    "blocks-first": ("vllm/rocm-lbhnc", (NB, 2, BS, NH * HS), lambda c: (c[:, 0], c[:, 1])),
 }
 
 
 def x_split(name: str, cache: Any, x: int) -> tuple[Any, Any]:
     """PagedAttention.split_kv_cache: [B, H, D/x, N, x] and [B, H, D, N] views of [2, B, …] or [B, 2, …]."""
-    key, value = X_SPLIT[name][1](cache)
+    key, value = X_SPLIT[name][2](cache)
     return key.reshape(NB, NH, HS // x, BS, x), value.reshape(NB, NH, HS, BS)
 
 
@@ -467,8 +513,7 @@ def x_split(name: str, cache: Any, x: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_reshape_and_cache(lib: Any, name: str, how: str, dtype: type) -> None:
     x = 16 // np.dtype(dtype).itemsize
-    shape = (2, NB, K_OR_V) if name == "kv-first" else (NB, 2, K_OR_V)
-    cache = np.full(shape, -1000, dtype)
+    cache = np.full(X_SPLIT[name][1], -1000, dtype)
     expected = cache.copy()
     key, value = tokens(dtype)
     key_view, value_view = x_split(name, expected, x)
@@ -490,7 +535,7 @@ def test_reshape_and_cache(lib: Any, name: str, how: str, dtype: type) -> None:
 def test_reshape_and_cache_with_the_shuffled_layout(lib: Any) -> None:
     """AITER's shuffle shares K's bytes with the x-split, V's it does not: `layout=` tells."""
     x = 4
-    cache = np.zeros((2, NB, K_OR_V), np.float32)
+    cache = np.zeros((2, NB, BS, NH, HS), np.float32)
     key, value = tokens()
     ops.reshape_and_cache(
         lib(key), lib(value), *x_split("kv-first", lib(cache), x), lib(SLOTS), "auto", 1.0, 1.0,
@@ -519,11 +564,29 @@ def test_reshape_and_cache_flash_quantises(lib: Any, kind: str) -> None:
             np.testing.assert_array_equal(cache[1, block, token], (value[i] / 2.0).astype(stored).view(np.uint8))
 
 
+def test_reshape_and_cache_flash_of_bf16() -> None:
+    torch = pytest.importorskip("torch")
+    key, value = (torch.from_numpy(x).bfloat16() for x in tokens())
+    packed = torch.zeros((NB, NH, BS, 2 * HS), dtype=torch.bfloat16)
+    views = packed.transpose(1, 2).split(HS, dim=-1)
+    ops.reshape_and_cache_flash(key, value, *views, torch.from_numpy(SLOTS), "auto", torch.ones(1), torch.ones(1))
+    for i, slot in enumerate(SLOTS.tolist()):
+        if slot >= 0:
+            block, token = divmod(slot, BS)
+            assert torch.equal(packed[block, :, token, :HS], key[i])
+            assert torch.equal(packed[block, :, token, HS:], value[i])
+    bits = np.zeros((2, NB, BS, NH, HS), np.uint16)  # numpy has no bf16: its bits
+    raw = [x.view(torch.uint16).numpy() for x in (key, value)]
+    ops.reshape_and_cache_flash(*raw, bits[0], bits[1], SLOTS, "auto", 1.0, 1.0)
+    np.testing.assert_array_equal(bits[0, 1, 3], raw[0][0])
+    np.testing.assert_array_equal(bits[1, 3, 0], raw[1][4])
+
+
 def test_reshape_and_cache_refusals(lib: Any) -> None:
     key, value = (lib(x) for x in tokens())
     cache = np.zeros((2, NB, BS, NH, HS), np.float32)
     tensor = lib(cache)
-    views = x_split("kv-first", lib(np.zeros((2, NB, K_OR_V), np.float32)), 4)
+    views = x_split("kv-first", lib(np.zeros_like(cache)), 4)
     with pytest.raises(kv.UnknownLayout, match="key_cache of shape"):
         ops.reshape_and_cache_flash(key, value, tensor, tensor, lib(SLOTS), "auto", 1.0, 1.0)
     with pytest.raises(kv.UnknownLayout, match="key_cache of shape"):

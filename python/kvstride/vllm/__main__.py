@@ -35,7 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     unknown = [b for b in listed if not b.known]
     if options.json:
-        print(json.dumps({"release": release, "backends": [_as_json(b) for b in listed], "unknown": [b.name for b in unknown]}))
+        print(
+            json.dumps(
+                {"release": release, "backends": [_as_json(b) for b in listed], "unknown": [b.name for b in unknown]}
+            )
+        )
     else:
         _print_table(release, listed)
         if unknown:

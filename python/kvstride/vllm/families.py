@@ -95,12 +95,8 @@ FAMILIES: Mapping[str, Family] = {
     "TritonFlashAttentionBackend": _STRIDED,
     "TritonFlashInferBackend": _STRIDED,
     # Its write path never shuffles (use_shuffle_layout=False), whatever the environment asks of AITER.
-    "RocmAiterUnifiedAttentionBackend": Family(
-        Interior.STRIDED, _HYBRID | {"rocm_shuffle": Interior.STRIDED}
-    ),
-    "AiterFlashAttentionBackend": Family(
-        Interior.STRIDED, _HYBRID | {"rocm_shuffle": Interior.SHUFFLE}
-    ),
+    "RocmAiterUnifiedAttentionBackend": Family(Interior.STRIDED, _HYBRID | {"rocm_shuffle": Interior.STRIDED}),
+    "AiterFlashAttentionBackend": Family(Interior.STRIDED, _HYBRID | {"rocm_shuffle": Interior.SHUFFLE}),
     "MiniMaxM3SparseBackend": _MINIMAX,
     "MiniMaxM3SparseMSABackend": _MINIMAX,
     "MiniMaxM3SparseCutlassBackend": _MINIMAX,
@@ -116,9 +112,7 @@ FAMILIES: Mapping[str, Family] = {
     "XFormersBackend": _SPLIT,
     "IpexAttnBackend": _SPLIT,
     "TorchSDPABackend": _SPLIT,
-    "RocmAttentionBackend": Family(
-        Interior.X_SPLIT, {"x_split": Interior.X_SPLIT, "flash": Interior.STRIDED}
-    ),
+    "RocmAttentionBackend": Family(Interior.X_SPLIT, {"x_split": Interior.X_SPLIT, "flash": Interior.STRIDED}),
     "_IPEXPagedAttention": Family(Interior.FLAT_HND),
     "CPUAttentionBackend": Family(Interior.CPU_TILE),
     # Other machines.
@@ -186,6 +180,7 @@ UNDESCRIBED: Mapping[str, str] = {
     "MiniMaxM3SparseAiterPABackend": _AITER_PA,
     "PlaceholderAttentionBackend": "no cache at all",
     "NoAttentionBackend": "no cache at all",
+    "IpexAttentionBackend": "the engine names it (0.12 to 0.14) but does not ship it",
     "Dots3NoteTritonMLABackend": "MLA rows padded in a model's own way",
     "Dots3NotePaddedSparseBackend": "MLA rows padded in a model's own way",
     # DeepSeek V4 on machines whose kernels write another format, and V4.1.

@@ -232,10 +232,7 @@ def describe_mla_page(view: View) -> Described:
         raise UnknownLayout("the engine rounds these pages up: only a tensor's own strides tell by how much")
     if view.dtype != "u8" or view.size("C") != 584:
         raise UnknownLayout(f"a row of {view.size('C')} {view.dtype} is not one whose parts are known (584 bytes)")
-    body = (
-        f"{{latent: N@576 D[448] f8_e4m3, rope@448: N@576 D[64] bf16, "
-        f"latent_scale@{576 * n}: N@8 D[7] f8_e8m0}}"
-    )
+    body = f"{{latent: N@576 D[448] f8_e4m3, rope@448: N@576 D[64] bf16, latent_scale@{576 * n}: N@8 D[7] f8_e8m0}}"
     return _pages(view, body)
 
 

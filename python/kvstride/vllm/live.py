@@ -50,12 +50,12 @@ class EngineCache:
 def layouts_of_engine(running: Any) -> list[EngineCache]:
     """The KV caches of a running engine, each named by asking the engine, ready to use.
 
-    `running`: a model runner, a worker, an executor or an in-process `LLM` (VLLM_ENABLE_V1_MULTIPROCESSING=0). Layers whose
-    tensors have the same layout come together, in the order of the engine's layers; layers that share another layer's
-    cache and layers without one are left out.
+    `running`: a model runner, a worker, an executor or an in-process `LLM` (VLLM_ENABLE_V1_MULTIPROCESSING=0).
+    Layers of one KV cache group whose tensors have the same layout come together, in the order of the engine's layers;
+    layers that share another layer's cache and layers without one are left out.
 
-    Raises UnknownLayout naming the layer where the bytes of one are not known, ArgumentError where `running` leads to no
-    model runner or its caches are not there yet, EngineError where the installed release is unknown.
+    Raises UnknownLayout naming the layer where the bytes of one are not known, ArgumentError where `running` leads to
+    no model runner or its caches are not there yet, EngineError where the installed release is unknown.
     """
     engine.release()
     runner = _runner(running)
@@ -168,7 +168,7 @@ def _attention_groups(runner: Any) -> Iterator[Any]:
 
 def _isas(runner: Any) -> dict[str, str]:
     """The ISA that the engine's own metadata builders hold, by layer."""
-    isas = {}
+    isas: dict[str, str] = {}
     for group in _attention_groups(runner):
         builders = getattr(group, "metadata_builders", None) or [getattr(group, "metadata_builder", None)]
         isa = getattr(builders[0], "isa", None)
@@ -257,10 +257,7 @@ def _backend_of(layer: Any) -> type:
     found = ask() if ask is not None else getattr(layer, "attn_backend", None)
     if not isinstance(found, type):
         raise UnknownLayout(f"{type(layer).__name__} names no attention backend class")
-    # To 0.11.0 the CPU backend takes its paged attention from a function: IPEX's where that is installed.
-    pick = getattr(__import__(found.__module__, fromlist=["_get_paged_attn_impl"]), "_get_paged_attn_impl", None)
-    chosen = pick() if pick is not None else None
-    return chosen if isinstance(chosen, type) and hasattr(chosen, "split_kv_cache") else found
+    return engine.writer_of(found)
 
 
 def _variant(layer: Any, found: type) -> str | None:
@@ -300,8 +297,16 @@ def _sizes(layer: Any) -> dict[str, int]:
 def _block_sizes(facts: Mapping[str, Any], tensor: Any) -> dict[str, int]:
     """num_blocks and block_size of a tensor to 0.28, whose class says at probe sizes which dimension is which."""
     asked = facts["probe"]
-    learned = name_layout({**facts, "args": asked["args"], "logical_shape": asked["logical_shape"], "isa": "vec",
-                           "view_stride_bytes": None, "probe": None})
+    learned = name_layout(
+        {
+            **facts,
+            "args": asked["args"],
+            "logical_shape": asked["logical_shape"],
+            "isa": "vec",
+            "view_stride_bytes": None,
+            "probe": None,
+        }
+    )
     axes = learned.axes
     if "N" not in axes:
         raise UnknownLayout(f"a tensor of dimensions {axes} does not show its block size")

@@ -17,6 +17,7 @@ import kvstride
 from kvstride import LayoutError, UnknownLayout
 
 from . import interiors
+from ._natural import natural_view
 from ._rows import registry_name
 from .axes import byte_strides, check_words, match_axes
 from .families import FAMILIES, OPAQUE, UNDESCRIBED, Family, Interior
@@ -25,14 +26,10 @@ from .families import FAMILIES, OPAQUE, UNDESCRIBED, Family, Interior
 _PLAIN = {"auto", "float16", "half", "bfloat16", "float", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"}
 
 #: Releases of a class whose interior hangs on a switch that the class cannot be asked for; a variant settles it.
-_SWITCHED = {
-    ("RocmAttentionBackend", "0.11.0"): "0.11.0 is x-split only where prefill-decode attention is forced"
-}
+_SWITCHED = {("RocmAttentionBackend", "0.11.0"): "0.11.0 is x-split only where prefill-decode attention is forced"}
 
 #: What to add where no declared shape of an interior fits.
-_HINTS = {
-    Interior.SHUFFLE: "; packed content, as in 0.26 to 0.28, cannot be shuffled: K and V overlap (vLLM PR 54717)"
-}
+_HINTS = {Interior.SHUFFLE: "; packed content, as in 0.26 to 0.28, cannot be shuffled: K and V overlap (vLLM PR 54717)"}
 
 
 @dataclass(frozen=True)
@@ -71,13 +68,29 @@ class Named:
 
     def cache(self, tensors: Any) -> kvstride.Cache:
         """Tensors of this layout as a cache, without a copy: one tensor or a list of one a layer, in the shape that the
-        engine declares. Raises as `kvstride.Cache`, and LayoutError where the tensors are not what was named."""
-        layers = len(tensors) if isinstance(tensors, list) else self.geometry["num_layers"]
-        geometry = kvstride.Geometry(**{**self.geometry, "num_layers": layers})
-        cache = kvstride.Cache(tensors, self.name or self.order, geometry=geometry)
-        if cache.layout != kvstride.Layout(self.text, geometry):
-            raise LayoutError(f"{self.backend}: the tensors are '{cache.layout}', not '{self.text}'")
+        engine declares (a tuple of two where K and V are apart). Raises as `kvstride.Cache`, and LayoutError where a
+        tensor's shape or strides are not those that were named."""
+        listed = tensors if isinstance(tensors, list) else [tensors]
+        layers = len(listed) if len(listed) > 1 else self.geometry["num_layers"]
+        layout = kvstride.Layout(self.text, kvstride.Geometry(**{**self.geometry, "num_layers": layers}))
+        for tensor in listed:
+            self._check(tensor)
+        natural = [natural_view(tensor, layout) for tensor in listed]
+        cache = kvstride.Cache(natural if len(natural) > 1 else natural[0], layout)
+        if cache.layout != layout:
+            raise LayoutError(f"{self.backend}: the memory reads as '{cache.layout}', not as '{layout}'")
         return cache
+
+    def _check(self, tensor: Any) -> None:
+        for part in tensor if isinstance(tensor, tuple) else (tensor,):
+            item = part.element_size() if hasattr(part, "element_size") else part.itemsize
+            steps = part.stride() if callable(getattr(part, "stride", None)) else [s // item for s in part.strides]
+            have = {a: (n, s * item) for a, n, s in zip(self.axes, part.shape, steps, strict=False) if n > 1}
+            want = {a: (n, self.strides[a]) for a, n in zip(self.axes, self.shape, strict=True) if n > 1}
+            if have != want or len(part.shape) != len(self.shape):
+                raise LayoutError(
+                    f"{self.backend}: a tensor of (length, byte stride) {have}, not the {want} that was named"
+                )
 
     def __str__(self) -> str:
         return self.text

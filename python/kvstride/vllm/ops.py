@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, overload
 
 import kvstride as kv
@@ -37,7 +38,18 @@ __all__ = [
     "unregister",
 ]
 
-_registered: dict[tuple[Any, ...], tuple[Tensor, kv.Layout]] = {}
+
+@dataclass(frozen=True)
+class _Entry:
+    """A registered tensor (kept alive by its cache) and what its caller said of it."""
+
+    cache: kv.Cache
+    layout: LayoutLike
+    geometry: kv.Geometry | None
+    tensor: Tensor
+
+
+_registered: dict[tuple[Any, ...], _Entry] = {}
 
 
 def register(
@@ -53,8 +65,8 @@ def register(
     tensors are kept alive until `unregister`.
     """
     tensors = _tensors(kv_caches)
-    named = [(_identity(t), (t, kv.Cache(t, layout, geometry=geometry).layout)) for t in tensors]
-    _registered.update(named)
+    entries = [_Entry(kv.Cache(t, layout, geometry=geometry), layout, geometry, t) for t in tensors]
+    _registered.update((_identity(entry.tensor), entry) for entry in entries)
 
 
 def unregister(kv_caches: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None = None) -> None:
@@ -84,7 +96,7 @@ def swap_blocks(*args: Any, layout: LayoutLike | None = None, **kwargs: Any) -> 
     bytes [b * block_size_in_bytes, (b + 1) * block_size_in_bytes) of the tensor; where the tensor's layout says
     otherwise (a K/V-first cache) that raises ArgumentError instead of moving half a block.
     """
-    names = ("src", "dst", "block_size_in_bytes", "block_mapping")
+    names: tuple[str, ...] = ("src", "dst", "block_size_in_bytes", "block_mapping")
     if len(args) + len(kwargs) == 3:
         names = ("src_kv_cache", "dst_kv_cache", "src_to_dst")
         if "block_mapping" in kwargs:  # the op of 0.8.5 to 0.14.1
@@ -102,7 +114,11 @@ def swap_blocks(*args: Any, layout: LayoutLike | None = None, **kwargs: Any) -> 
 def copy_blocks(kv_caches: Sequence[Tensor], src_to_dists: Pairs, /, *, layout: LayoutLike | None = None) -> None: ...
 @overload
 def copy_blocks(
-    key_caches: Sequence[Tensor], value_caches: Sequence[Tensor], block_mapping: Pairs, /, *,
+    key_caches: Sequence[Tensor],
+    value_caches: Sequence[Tensor],
+    block_mapping: Pairs,
+    /,
+    *,
     layout: LayoutLike | None = None,
 ) -> None: ...
 def copy_blocks(*args: Any, layout: LayoutLike | None = None, **kwargs: Any) -> None:
@@ -117,7 +133,9 @@ def copy_blocks(*args: Any, layout: LayoutLike | None = None, **kwargs: Any) -> 
     """
     if len(args) + len(kwargs) == 2:
         kv_caches, pairs = _arguments("copy_blocks", ("kv_caches", "src_to_dists"), args, kwargs)
-        caches = [_one("copy_blocks", tensor, layout) for tensor in _tensors(kv_caches)]
+        caches: list[tuple[kv.Cache, tuple[int, int] | None]] = [
+            (_one("copy_blocks", tensor, layout), None) for tensor in _tensors(kv_caches)
+        ]
     else:
         names = ("key_caches", "value_caches", "block_mapping")
         keys, values, pairs = _arguments("copy_blocks", names, args, kwargs)
@@ -125,22 +143,23 @@ def copy_blocks(*args: Any, layout: LayoutLike | None = None, **kwargs: Any) -> 
         if len(keys) != len(values):
             raise ArgumentError(f"copy_blocks: {len(keys)} key_caches but {len(values)} value_caches")
         caches = []
-        for key, value in zip(keys, values):
+        for key, value in zip(keys, values, strict=True):
             if key.shape[0] != value.shape[0]:
                 raise LayoutError(f"copy_blocks: a key cache of {key.shape[0]} blocks, its value of {value.shape[0]}")
             whole = None if layout is not None else _registered_around("copy_blocks", key, value)
-            caches += [whole] if whole else [_block_rows("copy_blocks", t) for t in (key, value)]
-    for cache in caches:  # all are checked before any is written
+            if whole is not None:
+                caches.append((whole[0], (whole[1], 1)))
+            else:
+                caches += [(_block_rows("copy_blocks", tensor), None) for tensor in (key, value)]
+    for cache, _ in caches:  # all are checked before any is written
         if cache.read_only:
             raise ArgumentError("copy_blocks: a cache is read-only")
         kv.Plan(cache.layout, cache.layout).bind(pairs)
-    for cache in caches:
-        kv.copy_blocks(cache, pairs)
+    for cache, layers in caches:
+        kv.copy_blocks(cache, pairs, layers=layers)
 
 
-def swap_blocks_batch(
-    src_ptrs: Tensor, dst_ptrs: Tensor, sizes: Tensor, is_src_access_order_any: bool = False
-) -> None:
+def swap_blocks_batch(src_ptrs: Tensor, dst_ptrs: Tensor, sizes: Tensor, is_src_access_order_any: bool = False) -> None:
     """Copy sizes[i] bytes from address src_ptrs[i] to dst_ptrs[i], for each i: the op from 0.20.0 on.
 
     The arguments are raw host addresses: only their count, dtype (int64 or uint64) and signs can be checked and
@@ -160,10 +179,10 @@ def swap_blocks_batch(
         raise ArgumentError(
             f"swap_blocks_batch: {len(sources)} src_ptrs, {len(targets)} dst_ptrs and {len(lengths)} sizes"
         )
-    for i, (source, target, length) in enumerate(zip(sources, targets, lengths)):
+    for i, (source, target, length) in enumerate(zip(sources, targets, lengths, strict=True)):
         if length < 0 or (length > 0 and (source == 0 or target == 0)):
             raise ArgumentError(f"swap_blocks_batch: copy {i} is of {length} bytes from {source:#x} to {target:#x}")
-    for source, target, length in zip(sources, targets, lengths):
+    for source, target, length in zip(sources, targets, lengths, strict=True):
         ctypes.memmove(target, source, length)
 
 
@@ -189,7 +208,7 @@ def copy_kv_blocks(
     if set(src_kv_caches) != set(dst_kv_caches):
         lone = sorted(set(src_kv_caches) ^ set(dst_kv_caches))
         raise ArgumentError(f"copy_kv_blocks: layers on one side only: {', '.join(lone)}")
-    pairs = [(int(s), int(d)) for s, d in zip(src_block_ids, dst_block_ids)]
+    pairs = [(int(s), int(d)) for s, d in zip(src_block_ids, dst_block_ids, strict=True)]
     caches = [_same_order("copy_kv_blocks", src, dst_kv_caches[name], layout) for name, src in src_kv_caches.items()]
     plans = [kv.Plan(src, dst).bind(pairs) for src, dst in caches]  # all are checked before any is written
     both = {s for s, _ in pairs} & {d for _, d in pairs}
@@ -222,8 +241,8 @@ def reshape_and_cache(
     verb = "reshape_and_cache"
     _rank(verb, "key_cache", key_cache, 5, "[num_blocks, num_kv_heads, head_size / x, block_size, x]")
     _rank(verb, "value_cache", value_cache, 4, "[num_blocks, num_kv_heads, head_size, block_size]")
-    cache = _pair(verb, key_cache, value_cache, layout, kv_cache_dtype)
-    _write(verb, cache, key, value, slot_mapping, k_scale, v_scale)
+    at = _pair(verb, key_cache, value_cache, layout, kv_cache_dtype)
+    _write(verb, at, key, value, slot_mapping, k_scale, v_scale)
 
 
 def reshape_and_cache_flash(
@@ -247,8 +266,8 @@ def reshape_and_cache_flash(
     verb = "reshape_and_cache_flash"
     for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
         _rank(verb, name, tensor, 4, "[num_blocks, block_size, num_kv_heads, head_size]")
-    cache = _pair(verb, key_cache, value_cache, layout, kv_cache_dtype)
-    _write(verb, cache, key, value, slot_mapping, k_scale, v_scale)
+    at = _pair(verb, key_cache, value_cache, layout, kv_cache_dtype)
+    _write(verb, at, key, value, slot_mapping, k_scale, v_scale)
 
 
 # --- arguments ------------------------------------------------------------------------------------------------------
@@ -256,7 +275,7 @@ def reshape_and_cache_flash(
 
 def _arguments(verb: str, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The values of `names`, given by position or by name, as Python itself would bind them."""
-    values = dict(zip(names, args))
+    values = dict(zip(names, args, strict=False))
     unknown = [name for name in kwargs if name not in names or name in values]
     values.update(kwargs)
     if unknown or len(args) > len(names) or len(values) != len(names):
@@ -305,19 +324,73 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 # --- whole caches ---------------------------------------------------------------------------------------------------
 
 
-def _known(tensor: Tensor, layout: LayoutLike | None) -> LayoutLike | None:
-    """The layout that the caller gave, or the registered one."""
+def _named(verb: str, tensor: Tensor, layout: LayoutLike | None) -> kv.Cache | None:
+    """The cache by the layout that the caller gave, or by what was registered; None where neither tells."""
     if layout is not None:
-        return layout
+        return _by_layout(tensor, layout)
     entry = _registered.get(_identity(tensor))
-    return entry[1] if entry else None
+    if entry is not None:
+        return entry.cache
+    owner = _owner(tensor)
+    if owner is None:
+        return None
+    _check_is_plane(verb, tensor, owner)
+    return _block_rows(verb, tensor)
+
+
+def _by_layout(tensor: Tensor, layout: LayoutLike) -> kv.Cache:
+    """One tensor by a layout; a Layout's number of blocks and of layers may be another's."""
+    if isinstance(layout, str):
+        return kv.Cache(tensor, layout)
+    if not layout.layered:
+        layout = layout.with_layers(1)
+    sizes = layout.geometry
+    num_blocks = max(1, _count(tensor) * _item_bytes(tensor) // (layout.num_bytes // sizes.num_blocks))
+    if num_blocks == sizes.num_blocks:
+        return kv.Cache(tensor, layout)
+    return kv.Cache(tensor, layout.order, geometry=_with_blocks(sizes, num_blocks))
+
+
+def _with_blocks(sizes: kv.Geometry, num_blocks: int) -> kv.Geometry:
+    return kv.Geometry(
+        num_layers=sizes.num_layers, num_blocks=num_blocks, block_size=sizes.block_size,
+        num_kv_heads=sizes.num_kv_heads, head_size=sizes.head_size, value_head_size=sizes.value_head_size,
+        dtype=sizes.dtype, **sizes.symbols,
+    )  # fmt: skip
+
+
+def _owner(tensor: Tensor) -> _Entry | None:
+    """The registered cache inside whose memory a tensor starts."""
+    at = _address(tensor)
+    for entry in _registered.values():
+        start = _address(entry.tensor)
+        if start <= at < start + entry.cache.layout.num_bytes:
+            return entry
+    return None
+
+
+def _check_is_plane(verb: str, part: Tensor, owner: _Entry) -> None:
+    """A part of a registered cache, whose first axis is to be the block, must be all blocks of one plane."""
+    layout = owner.cache.layout
+    at = _address(part) - _address(owner.tensor)
+    for name in layout.planes:
+        for layer in range(layout.geometry.num_layers if layout.layered else 1):
+            first = layout.offset(name, layer=layer)[1]
+            second = layout.offset(name, layer=layer, block=min(1, layout.geometry.num_blocks - 1))[1]
+            steps = part.shape[0] == 1 or _strides(part)[0] * _item_bytes(part) == second - first
+            if at == first and part.shape[0] == layout.geometry.num_blocks and steps:
+                return
+    raise LayoutError(
+        f"{verb}: a part of shape {tuple(part.shape)}, {at} bytes into the registered cache of shape "
+        f"{tuple(owner.tensor.shape)}, is none of the planes of its layout '{layout}'; split on the wrong axis?"
+    )
 
 
 def _one(verb: str, tensor: Tensor, layout: LayoutLike | None) -> kv.Cache:
-    """One layer's cache by its known layout, or by any reading where all agree on the bytes of every block."""
-    known = _known(tensor, layout)
-    if known is not None:
-        return kv.Cache(tensor, known)
+    """One layer's cache by its name, or by any reading where all agree on the bytes of every block."""
+    named = _named(verb, tensor, layout)
+    if named is not None:
+        return named
     readings = kv.candidates(tensor)
     if not readings or not all(_core.same_block_bytes(readings[0].layout, r.layout) for r in readings):
         kv.detect(tensor)  # raises, with every reading and an example
@@ -327,12 +400,13 @@ def _one(verb: str, tensor: Tensor, layout: LayoutLike | None) -> kv.Cache:
 
 def _same_order(verb: str, src: Tensor, dst: Tensor, layout: LayoutLike | None) -> tuple[kv.Cache, kv.Cache]:
     """Two caches of one order: what is known of one holds for both, and a reading counts only if both have it."""
-    src_known, dst_known = _known(src, layout), _known(dst, layout)
-    if src_known is not None and dst_known is not None:
-        return kv.Cache(src, src_known), kv.Cache(dst, dst_known)
-    if src_known is not None or dst_known is not None:
-        order = _order_of(src_known if src_known is not None else dst_known)
-        return kv.Cache(src, order), kv.Cache(dst, order)
+    named = _named(verb, src, layout), _named(verb, dst, layout)
+    if named[0] is not None and named[1] is not None:
+        return named[0], named[1]
+    if named[0] is not None:
+        return named[0], _by_layout(dst, _said_of(src, named[0]))
+    if named[1] is not None:
+        return _by_layout(src, _said_of(dst, named[1])), named[1]
     shared = [
         (of_src.layout, of_dst.layout)
         for of_src in kv.candidates(src)
@@ -344,10 +418,20 @@ def _same_order(verb: str, src: Tensor, dst: Tensor, layout: LayoutLike | None) 
         kv.detect(dst)
         raise UnknownLayout(f"{verb}: no layout fits both shape {tuple(src.shape)} and shape {tuple(dst.shape)}")
     first = shared[0]
-    if not all(_core.same_block_bytes(a, b) for pair in shared for a, b in zip(first, pair)):
+    if not all(_core.same_block_bytes(a, b) for pair in shared for a, b in zip(first, pair, strict=True)):
         kv.detect(src)
         raise AmbiguousLayout(f"{verb}: readings of shape {tuple(src.shape)} differ in the bytes of a block")
     return kv.Cache(src, first[0]), kv.Cache(dst, first[1])
+
+
+def _said_of(tensor: Tensor, cache: kv.Cache) -> LayoutLike:
+    """What was registered of a tensor: a name or an order, with its geometry where one was given."""
+    entry = _registered.get(_identity(tensor))
+    if entry is None:  # a plane of a registered cache
+        return cache.layout
+    if entry.geometry is None or not isinstance(entry.layout, str):
+        return entry.layout
+    return kv.layout(entry.layout, entry.geometry)
 
 
 def _block_sizes(geometry: kv.Geometry) -> tuple[Any, ...]:
@@ -364,7 +448,7 @@ def _pages(tensor: Tensor, block_bytes: int, layout: LayoutLike | None, argument
     size = int(block_bytes)
     if size < 1:
         raise ArgumentError(f"{verb}: block_size_in_bytes is {size}")
-    if _known(tensor, layout) is None and _is_page_table(tensor, size):
+    if _named(verb, tensor, layout) is None and _is_page_table(tensor, size):
         return kv.Cache(tensor, _pages_layout(tensor.shape[0], size))
     cache = _one(verb, tensor, layout)
     if not _core.same_block_bytes(cache.layout, _pages_layout(cache.layout.geometry.num_blocks, size)):
@@ -391,8 +475,8 @@ def _is_page_table(tensor: Tensor, size: int) -> bool:
 
 def _pair(
     verb: str, key_cache: Tensor, value_cache: Tensor, layout: LayoutLike | None, kv_cache_dtype: str
-) -> kv.Cache:
-    """K and V views of one layer as a cache, by the layout given, the registered whole, or the op's own meaning."""
+) -> tuple[kv.Cache, int]:
+    """A cache and a layer of it for K and V views, by the layout given, the registered whole, or the op's meaning."""
     whole = None if layout is not None else _registered_around(verb, key_cache, value_cache)
     if whole is not None:
         return whole
@@ -406,19 +490,25 @@ def _pair(
         num_blocks=num_blocks, block_size=block_size, num_kv_heads=heads, head_size=dim, value_head_size=value_dim,
         dtype=_cache_dtype(verb, key_cache, kv_cache_dtype),
     )  # fmt: skip
+    memory: tuple[Tensor, ...]
+    orders: tuple[str, ...]
     if layout is not None:
         orders = _orders_apart(_order_of(layout))
-        memory = tuple(_arranged(view, "BNHD", order) for view, order in zip((key_cache, value_cache), orders))
+        memory = tuple(
+            _arranged(view, "BNHD", order) for view, order in zip((key_cache, value_cache), orders, strict=True)
+        )
     elif split:
         orders, memory = ("B H D/x N D%x", "B H D N"), (key_cache, value_cache)
     else:
         orders = tuple(_letters_by_stride("BNHD", view) for view in (key_cache, value_cache))
-        memory = tuple(_arranged(view, "BNHD", order) for view, order in zip((key_cache, value_cache), orders))
-    return kv.Cache(([memory[0]], [memory[1]]), f"key: {orders[0]} | value: {orders[1]}", geometry=geometry)
+        memory = tuple(
+            _arranged(view, "BNHD", order) for view, order in zip((key_cache, value_cache), orders, strict=True)
+        )
+    return kv.Cache((memory[0], memory[1]), f"key: {orders[0]} | value: {orders[1]}", geometry=geometry), 0
 
 
 def _write(
-    verb: str, cache: kv.Cache, key: Tensor, value: Tensor, slots: Tensor, k_scale: Tensor | float,
+    verb: str, at: tuple[kv.Cache, int], key: Tensor, value: Tensor, slots: Tensor, k_scale: Tensor | float,
     v_scale: Tensor | float,
 ) -> None:  # fmt: skip
     scales = []
@@ -426,7 +516,7 @@ def _write(
         if hasattr(scale, "shape") and (count := _count(scale)) != 1:
             raise ArgumentError(f"{verb}: {name} has {count} elements; one scale a tensor is supported")
         scales.append(float(scale))
-    kv.write_tokens(cache, 0, key, value, slots, key_scale=scales[0], value_scale=scales[1])
+    kv.write_tokens(*at, key, value, slots, key_scale=scales[0], value_scale=scales[1])
 
 
 def _count(tensor: Tensor) -> int:
@@ -439,6 +529,7 @@ def _cache_dtype(verb: str, cache: Tensor, kv_cache_dtype: str) -> str:
     own = {
         "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float8_e4m3fn": "f8_e4m3", "float8_e5m2": "f8_e5m2",
         "float8_e4m3fnuz": "f8_e4m3fnuz", "float8_e5m2fnuz": "f8_e5m2fnuz", "uint8": "u8", "int8": "i8", "int32": "i32",
+        "uint16": "bf16",
     }  # fmt: skip
     if kv_cache_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2"):
         kind = "f8_e5m2" if kv_cache_dtype == "fp8_e5m2" else "f8_e4m3"
@@ -452,22 +543,22 @@ def _cache_dtype(verb: str, cache: Tensor, kv_cache_dtype: str) -> str:
     return own[name]
 
 
-def _registered_around(verb: str, key_cache: Tensor, value_cache: Tensor) -> kv.Cache | None:
-    """The registered cache that these views were split off, if any; refused where they are not its K and V."""
-    at = _address(key_cache)
-    for tensor, layout in _registered.values():
-        start = _address(tensor)
-        if not start <= at < start + layout.num_bytes:
-            continue
-        for name, view in (("key", key_cache), ("value", value_cache)):
-            _, offset = layout.offset(name)
-            if _address(view) != start + offset:
-                raise LayoutError(
-                    f"{verb}: {name}_cache starts {_address(view) - start} bytes into the registered cache of shape "
-                    f"{tuple(tensor.shape)}, whose layout '{layout}' has {name} at {offset}: split on the wrong axis?"
-                )
-        return kv.Cache(tensor, layout)
-    return None
+def _registered_around(verb: str, key_cache: Tensor, value_cache: Tensor) -> tuple[kv.Cache, int] | None:
+    """The registered cache and the layer that these views were split off; refused where they are not its K and V."""
+    owner = _owner(key_cache)
+    if owner is None:
+        return None
+    layout, start = owner.cache.layout, _address(owner.tensor)
+    found = _address(key_cache) - start, _address(value_cache) - start
+    layers = range(layout.geometry.num_layers if layout.layered else 1)
+    places = [tuple(layout.offset(name, layer=layer)[1] for name in ("key", "value")) for layer in layers]
+    if found not in places:
+        raise LayoutError(
+            f"{verb}: key_cache and value_cache start {found[0]} and {found[1]} bytes into the registered cache of "
+            f"shape {tuple(owner.tensor.shape)}, whose layout '{layout}' has key at {places[0][0]} and value at "
+            f"{places[0][1]}; split on the wrong axis?"
+        )
+    return owner.cache, places.index(found)
 
 
 def _block_rows(verb: str, tensor: Tensor) -> kv.Cache:
@@ -480,7 +571,7 @@ def _block_rows(verb: str, tensor: Tensor) -> kv.Cache:
             "[num_blocks, num_kv_heads, head_size / x, block_size, x]"
         )
     order = _letters_by_stride(letters, tensor)
-    sizes = dict.fromkeys("BLNHD", 1) | dict(zip(letters, tensor.shape))
+    sizes = dict.fromkeys("BLNHD", 1) | dict(zip(letters, tensor.shape, strict=True))
     rows = kv.Geometry(
         num_layers=sizes["L"], num_blocks=sizes["B"], block_size=sizes["N"], num_kv_heads=sizes["H"],
         head_size=sizes["D"], dtype=_cache_dtype(verb, tensor, "auto"),
@@ -494,8 +585,8 @@ def _block_rows(verb: str, tensor: Tensor) -> kv.Cache:
 def _order_of(layout: LayoutLike) -> str:
     """The order behind a registry name, an order or a Layout."""
     if not isinstance(layout, str):
-        return str(layout)
-    return next((entry.order for entry in kv.registry() if entry.name == layout), layout)
+        return str(layout.order)
+    return next((str(entry.order) for entry in kv.registry() if entry.name == layout), layout)
 
 
 def _orders_apart(order: str) -> tuple[str, str]:
@@ -512,18 +603,21 @@ def _orders_apart(order: str) -> tuple[str, str]:
 
 def _letters_by_stride(letters: str, tensor: Tensor) -> str:
     """The axes of a tensor in the sequence in which they lie in memory, outermost first."""
-    ranked = sorted(zip(_strides(tensor), (-i for i in range(len(letters))), letters), reverse=True)
+    ranked = sorted(zip(_strides(tensor), (-i for i in range(len(letters))), letters, strict=True), reverse=True)
     return " ".join(letter for _, _, letter in ranked)
 
 
 def _arranged(tensor: Tensor, letters: str, order: str) -> Tensor:
-    """The tensor with its axes in the order's sequence; for a split order its blocks as flat rows."""
+    """The tensor with its axes in the order's sequence; its blocks as flat rows where its shape is not the order's."""
     terms = order.split()
     if sorted(terms) == sorted(letters):
-        return _permute(tensor, [letters.index(term) for term in terms])
-    if len(terms) == len(tensor.shape):
+        arranged = _permute(tensor, [letters.index(term) for term in terms])
+        steps = [stride for stride, length in zip(_strides(arranged), arranged.shape, strict=True) if length > 1]
+        if steps == sorted(steps, reverse=True):
+            return arranged
+    elif len(terms) == len(tensor.shape):
         return tensor
-    rows = tensor.view(tensor.shape[0], -1) if hasattr(tensor, "data_ptr") else tensor.reshape(tensor.shape[0], -1)
+    rows = tensor.reshape(tensor.shape[0], -1)
     if _address(rows) != _address(tensor):
         raise LayoutError(f"a view of shape {tuple(tensor.shape)} whose blocks are not contiguous, for '{order}'")
     return rows

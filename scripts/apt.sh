@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Installs the packages of apt-packages.txt that this machine lacks. Without root it says which they are.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+mapfile -t wanted < <(sed 's/#.*//; s/[[:space:]]//g; /^$/d' apt-packages.txt)
+missing=()
+for package in "${wanted[@]}"; do
+  state=$(dpkg-query --show --showformat='${db:Status-Status}' "$package" 2>/dev/null || true)
+  [[ $state == installed ]] || missing+=("$package")
+done
+if ((${#missing[@]} == 0)); then exit 0; fi
+if ((EUID != 0)); then
+  echo "scripts/apt.sh: not root; please run: apt-get install ${missing[*]}" >&2
+  exit 1
+fi
+
+echo "scripts/apt.sh: installing ${missing[*]}"
+export DEBIAN_FRONTEND=noninteractive
+install() {
+  apt-get update -qq && apt-get install -qq --yes --no-install-recommends "${missing[@]}"
+}
+install > /dev/null || { sleep 10; install; }
