@@ -15,33 +15,48 @@ from .errors import ArgumentError, BlockIndexError, DTypeError
 def to_ids(ids: Any, what: str) -> np.ndarray:
     """A C-contiguous int64 array of any shape. Raises DTypeError for floats and bools, BlockIndexError beyond int64."""
     if is_torch(ids):
-        if ids.device.type != "cpu":
-            raise ArgumentError(f"{what}: ids on {ids.device}; copy them to the CPU first")
-        if ids.is_floating_point() or ids.is_complex() or str(ids.dtype) == "torch.bool":
-            raise DTypeError(f"{what}: dtype {ids.dtype} is no integer type")
-        ids = ids.detach().numpy()
-    if isinstance(ids, Mapping):
+        ids = _from_torch(ids, what)
+    elif isinstance(ids, Mapping):
         ids = [(src, dst) for src, many in ids.items() for dst in (many if isinstance(many, (list, tuple)) else [many])]
-    try:
-        array = np.asarray(ids if isinstance(ids, np.ndarray) else _to_list(ids))
-    except (ValueError, OverflowError) as error:
-        raise ArgumentError(f"{what}: {error}") from None
+    array = ids if isinstance(ids, np.ndarray) else _from_items(ids, what)
     if array.size == 0:
         return np.zeros(array.shape, dtype=np.int64)
-    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and (array > np.iinfo(np.int64).max).any():
-        raise BlockIndexError(f"{what}: id {int(array.max())} does not fit int64")
-    if array.dtype.kind == "O":
-        for value in array.flat:
-            if isinstance(value, int) and not isinstance(value, bool):
-                raise BlockIndexError(f"{what}: id {max((abs(v), v) for v in array.flat)[1]} does not fit int64")
-            break
     if array.dtype.kind not in "iu":
         raise DTypeError(f"{what}: dtype {array.dtype} is no integer type")
+    if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
+        raise BlockIndexError(f"{what}: id {int(array.max())} does not fit int64")
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
-def _to_list(ids: Any) -> Any:
-    return ids if isinstance(ids, (list, tuple)) else list(ids)
+def _from_torch(ids: Any, what: str) -> np.ndarray:
+    import torch
+
+    if ids.layout is not torch.strided:
+        raise ArgumentError(f"{what}: a {ids.layout} tensor holds no list of ids")
+    if ids.device.type != "cpu":
+        raise ArgumentError(f"{what}: ids on {ids.device}; copy them to the CPU first")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise DTypeError(f"{what}: dtype {ids.dtype} is no integer type")
+    return np.asarray(ids.detach().numpy())
+
+
+def _from_items(ids: Any, what: str) -> np.ndarray:
+    """An array from a list or another iterable of ints or of pairs of ints."""
+    try:
+        items = ids if isinstance(ids, (list, tuple)) else list(ids)
+        array = np.asarray(items, dtype=object)
+    except TypeError:
+        raise ArgumentError(f"{what}: {type(ids).__name__} is no list of ids") from None
+    except ValueError:
+        raise ArgumentError(f"{what}: the rows are not equally long") from None
+    for value in array.flat:
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+            if isinstance(value, (list, tuple)):
+                raise ArgumentError(f"{what}: the rows are not equally long")
+            raise DTypeError(f"{what}: {value!r} is no whole number")
+        if not -(2**63) <= value < 2**63:
+            raise BlockIndexError(f"{what}: id {value} does not fit int64")
+    return array.astype(np.int64)
 
 
 def to_vector(ids: Any, what: str) -> np.ndarray:

@@ -68,15 +68,19 @@ def is_tensor(thing: Any) -> bool:
     return isinstance(thing, np.ndarray) or is_torch(thing) or hasattr(thing, "__dlpack__")
 
 
-def inspect(tensor: Any, what: str = "tensor") -> TensorInfo:
+def inspect(tensor: Any, what: str = "tensor", *, allow_empty: bool = False) -> TensorInfo:
     """Describe `tensor` without copying. Raises ArgumentError, DTypeError or LayoutError for what cannot be used."""
     if is_torch(tensor):
-        return _inspect_torch(tensor, what)
-    if isinstance(tensor, np.ndarray):
-        return _inspect_numpy(tensor, what)
-    if hasattr(tensor, "__dlpack__"):
-        return _inspect_dlpack(tensor, what)
-    raise ArgumentError(f"{what}: {type(tensor).__name__} is no numpy array, torch tensor or DLPack exporter")
+        info = _inspect_torch(tensor, what)
+    elif isinstance(tensor, np.ndarray):
+        info = _inspect_numpy(tensor, what)
+    elif hasattr(tensor, "__dlpack__"):
+        info = _inspect_dlpack(tensor, what)
+    else:
+        raise ArgumentError(f"{what}: {type(tensor).__name__} is no numpy array, torch tensor or DLPack exporter")
+    if 0 in info.shape and not allow_empty:
+        raise LayoutError(f"{what}: shape {list(info.shape)} has a dimension of length 0")
+    return info
 
 
 def _inspect_torch(tensor: Any, what: str) -> TensorInfo:
@@ -138,8 +142,6 @@ def _info(
     dtype = _NUMPY.get(name)
     if dtype is None and name not in CARRIERS:
         raise DTypeError(f"{what}: dtype {name} is none of {', '.join(_NUMPY)}, or uint16 for bf16")
-    if 0 in shape:
-        raise LayoutError(f"{what}: shape {list(shape)} has a dimension of length 0")
     return TensorInfo(address, tuple(shape), strides, item, dtype, name, read_only, owner)
 
 

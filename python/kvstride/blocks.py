@@ -137,10 +137,11 @@ def expand_block_ids(ids: Any, ratio: int | float) -> np.ndarray:
 
     `ratio` is manager block size / kernel block size. Raises ArgumentError for a ratio that is not whole.
     """
-    whole = isinstance(ratio, float) and ratio.is_integer()
-    if isinstance(ratio, float) and not whole:
-        raise ArgumentError(f"expand_block_ids: ratio {ratio} is not whole")
-    number = to_int(int(ratio) if whole else ratio, "expand_block_ids: ratio")
+    if isinstance(ratio, float):
+        if not ratio.is_integer():
+            raise ArgumentError(f"expand_block_ids: ratio {ratio} is not whole")
+        ratio = int(ratio)
+    number = to_int(ratio, "expand_block_ids: ratio")
     return np.asarray(_core.expand_block_ids(to_vector(ids, "expand_block_ids: ids"), number), dtype=np.int64)
 
 
@@ -239,7 +240,7 @@ def write_tokens(
     scales = to_scale(key_scale, "write_tokens: key_scale"), to_scale(value_scale, "write_tokens: value_scale")
     args: list[Any] = []
     for name, tensor in (("key", key), ("value", value)):
-        info = inspect(tensor, f"write_tokens: {name}")
+        info = inspect(tensor, f"write_tokens: {name}", allow_empty=True)
         if len(info.shape) != 3:
             raise ArgumentError(f"write_tokens: {name} has shape {list(info.shape)}, expected [token, head, dim]")
         plane = cache.layout.planes.get(name)

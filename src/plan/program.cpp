@@ -208,6 +208,18 @@ void Program::build_strands(Nest& nest) const {
       if (scales.size() == 1) cast.scale = scales[0];
       const auto head_pieces = refine(with_axis(src, Axis::kHead), range.src_first, with_axis(dst, Axis::kHead),
                                       range.dst_first, range.count);
+      // Splits that do not nest fall into single elements; a plan of such pieces would outgrow the data.
+      constexpr std::int64_t kMaxBases = std::int64_t{1} << 22;
+      std::int64_t pieces = 1;
+      for (const std::size_t count : {token_pieces.size(), head_pieces.size(), dim_pieces.size(),
+                                      static_cast<std::size_t>(layers_)}) {
+        if (__builtin_mul_overflow(std::max<std::int64_t>(pieces, 1), static_cast<std::int64_t>(count), &pieces) ||
+            pieces > kMaxBases) {
+          throw Error(ErrorCode::kArgument,
+                      fmt::format("{}: plane '{}' falls into more than {} pieces between '{}' and '{}'", verb_, src.name,
+                                  kMaxBases, src_->order().text(), dst_->order().text()));
+        }
+      }
       for (const Piece& token : token_pieces) {
         for (const Piece& head : head_pieces) {
           for (const Piece& dim : dim_pieces) {

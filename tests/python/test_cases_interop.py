@@ -41,7 +41,7 @@ def test_c19_one_16_bit_type_is_not_the_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("src", "dst"), [p for p in itertools.permutations(["f32", "f16", "bf16", "f8_e4m3", "f8_e5m2", "i8", "u8", "i32"], 2)]
+    ("src", "dst"), list(itertools.permutations(["f32", "f16", "bf16", "f8_e4m3", "f8_e5m2", "i8", "u8", "i32"], 2))
 )
 def test_c19_every_pair_of_types(src: str, dst: str) -> None:
     """Equal sizes or not, different types never copy bits, through any verb."""
@@ -53,14 +53,9 @@ def test_c19_every_pair_of_types(src: str, dst: str) -> None:
         lambda: kv.swap_blocks(source.cache(), target.cache(), [(0, 1)]),
         lambda: kv.convert_blocks(source.cache(), target.cache(), src_blocks=[0], dst_blocks=[1], tokens=(0, 0, 3)),
         lambda: kv.Plan(source.cache(), target.cache()),
-        lambda: kv.scatter_tokens(target.cache(), [1], kv.gather_tokens(source.cache(), [1])),
     ]
-    for i, call in enumerate(calls):
-        if i == 4 and {src, dst} <= {"f8_e4m3", "f8_e5m2", "u8", "i8"}:
-            continue  # a dense uint8 array carries any 8-bit type
-        if i == 4 and {src, dst} == {"bf16", "f16"} and src == "bf16":
-            continue  # … as uint16 does
-        with pytest.raises(kv.DTypeError):
+    for call in calls:
+        with pytest.raises(kv.DTypeError, match=f"{src}.*{dst}"):
             call()
     assert target.same(before)
 
@@ -78,41 +73,29 @@ def test_c19_tokens_of_another_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dense", "hnd", "nhd"),
+    ("hnd", "nhd"),
     [
-        ((5, 2, 3, 4, 8), "B KV H N D", "B KV N H D"),
-        ((2, 5, 3, 4, 8), "KV B H N D", "KV B N H D"),
-        ((5, 3, 4, 8), "B H N {key: D}", "B N H {key: D}"),
-        ((5, 3, 4, 16), "B H N KV D", "B N H KV D"),
-        ((2, 5, 2, 3, 4, 8), "L B KV H N D", "L B KV N H D"),
-        ((5, 2, 3, 2, 4, 8), "B KV H L N D", "B KV N H L D"),
-        ((3, 5, 4, 8), "H B N {key: D}", "N H B {key: D}"),
+        ("B KV H N D", "B KV N H D"),
+        ("KV B H N D", "KV B N H D"),
+        ("B H N {key: D}", "B N H {key: D}"),
+        ("B H N KV D", "B N H KV D"),
+        ("L B KV H N D", "L B KV N H D"),
+        ("B KV H L N D", "B KV N H L D"),
+        ("H B N {key: D}", "N H B {key: D}"),
+        ("key: B H N D | value: B H N D", "key: B N H D | value: B N H D"),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("back", [False, True])
-def test_c29_hnd_to_nhd_of_any_rank(dense: tuple[int, ...], hnd: str, nhd: str, back: bool) -> None:
-    """Blocks 1 and 3 of a 5-D and of a 4-D cache (and of others) arrive permuted; other blocks are unchanged."""
-    layers = 2 if "L" in hnd else 1
-    g = geometry(num_layers=layers)
-    source = np.arange(1, np.prod(dense) + 1, dtype=np.int32).reshape(dense)
-    src_layout, dst_layout = kv.Layout(hnd, g), kv.Layout(nhd, g)
-    if back:
-        src_layout, dst_layout = dst_layout, src_layout
-        source = source.reshape([n for n in src_layout.shape if n] if len(src_layout.shape) == len(dense) else -1)
-    flat = np.ascontiguousarray(source).reshape(-1)
-    target = np.full(flat.size, -1, np.int32)
-    kv.convert_blocks(kv.Cache(flat, src_layout), kv.Cache(target, dst_layout), [(1, 1), (3, 3)])
-    written = 0
-    for plane in src_layout.planes:
-        for index in oracle.elements(src_layout, plane):
-            got = target[dst_layout.offset(plane, *index)[1] // 4]
-            if index[1] in (1, 3):
-                assert got == flat[src_layout.offset(plane, *index)[1] // 4]
-                written += 1
-            else:
-                assert got == -1
-    assert written == flat.size * 2 // 5
+def test_c29_hnd_to_nhd_of_any_rank(hnd: str, nhd: str, back: bool) -> None:
+    """With and without K/V axis and layers: blocks 1 and 3 arrive permuted, other blocks are unchanged."""
+    g = geometry(num_layers=2 if "L" in hnd else 1)
+    source = oracle.Memory(kv.Layout(nhd if back else hnd, g), 5)
+    target = oracle.Memory(kv.Layout(hnd if back else nhd, g))
+    kv.convert_blocks(source.cache(), target.cache(), [(1, 1), (3, 3)])
+    for plane in source.layout.planes:
+        for index in oracle.elements(source.layout, plane):
+            want = source.get(plane, index) if index[1] in (1, 3) else b"\xa5" * 4
+            assert target.get(plane, index) == want
 
 
 def test_c29_the_example(field_fixture: np.ndarray) -> None:

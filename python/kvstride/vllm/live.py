@@ -264,7 +264,7 @@ def _variant(layer: Any, found: type) -> str | None:
     kind = str(getattr(layer, "attn_type", "")).lower()
     if found.__name__ == "RocmAiterUnifiedAttentionBackend" and "encoder_decoder" in kind and not engine.by_enum():
         return "cross_attention"  # 0.23 to 0.25.1 give these layers a K/V-first view behind the shape's back
-    return probe.variant_of(found)
+    return probe.variant_of(found, getattr(layer, "impl", None))
 
 
 def _element(dtype: str, cache_dtype: str) -> str:

@@ -129,10 +129,16 @@ def layouts_of(backend_class: type) -> tuple[str, ...]:
     return SIX if supported is None else tuple(member.name for member in supported)
 
 
-def variant_of(backend_class: type) -> str | None:
-    """The run-time switch that changes the class's bytes, as the engine has it now: AITER's shuffle."""
+def variant_of(backend_class: type, impl: Any = None) -> str | None:
+    """The run-time switch that changes the class's bytes, as the engine has it now; None where there is none.
+
+    AITER's shuffle (0.9.2 and newer), and whether Triton and ROCm attention write x-split or flash-wise (to 0.11.0).
+    `impl`: the layer's implementation object, of a running engine.
+    """
     family = FAMILIES.get(backend_class.__name__)
     offered = family.variants if family else {}
+    if "x_split" in offered:
+        return _split_variant(backend_class, impl)
     if "rocm_shuffle" not in offered and "aiter_sparse_pa" not in offered:
         return None
     try:
@@ -143,6 +149,19 @@ def variant_of(backend_class: type) -> str | None:
     if asked is None or not asked():
         return None
     return "rocm_shuffle" if "rocm_shuffle" in offered else "aiter_sparse_pa"
+
+
+def _split_variant(backend_class: type, impl: Any) -> str | None:
+    """What `VLLM_V1_USE_PREFILL_DECODE_ATTENTION` does to a class whose implementation reads it (Triton 0.9.0 to 0.10.2,
+    ROCm 0.11.0); x-split for one that knows no other way (Triton 0.8.5)."""
+    forced = getattr(impl, "force_prefill_decode_attn", None)
+    if forced is None:
+        made = backend_class.get_impl_cls()  # type: ignore[attr-defined]
+        if "force_prefill_decode_attn" in made.__init__.__code__.co_names:
+            forced = getattr(engine.find("vllm:envs"), "VLLM_V1_USE_PREFILL_DECODE_ATTENTION", None)
+        elif "split_kv_cache" in (names := made.forward.__code__.co_names):
+            forced = True if "unbind" not in names else None
+    return None if forced is None else "x_split" if forced else "flash"
 
 
 def isa_of(backend_class: type, dtype: str, block_size: int, head_size: int, cache_dtype: str) -> str:
