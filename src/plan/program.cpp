@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <numeric>
 
 #include "cpu/copy.h"
@@ -23,6 +24,12 @@ bool is_f8(DType dtype) {
 std::int64_t period_of(const Plane& plane) {
   const std::vector<Mode> modes = plane.merged(Axis::kToken);
   return modes.empty() ? 1 : modes.front().divisor;
+}
+
+std::int64_t iterations(const Loop* loops, std::size_t num_loops) {
+  std::int64_t out = 1;
+  for (std::size_t i = 0; i < num_loops; ++i) out *= loops[i].extent;
+  return out;
 }
 
 std::vector<Mode> with_axis(const Plane& plane, Axis axis) { return plane.merged(axis); }
@@ -257,6 +264,10 @@ void Program::build_strands(Nest& nest) const {
     }
   }
   nest.strands = join_strands(std::move(strands));
+  for (const Strand& strand : nest.strands) {
+    nest.entry_bytes += iterations(strand.loops.data(), strand.loops.size()) * strand.run *
+                        static_cast<std::int64_t>(strand.bases.size());
+  }
 }
 
 Nest& Program::nest_for(std::int64_t tokens, std::int64_t src_token, std::int64_t dst_token) {
@@ -265,7 +276,7 @@ Nest& Program::nest_for(std::int64_t tokens, std::int64_t src_token, std::int64_
   for (auto nest = nests_.rbegin(); nest != nests_.rend(); ++nest) {
     if (nest->tokens == tokens && nest->src_phase == src_phase && nest->dst_phase == dst_phase) return *nest;
   }
-  nests_.push_back({tokens, src_phase, dst_phase, {}, {}});
+  nests_.push_back({tokens, src_phase, dst_phase, {}, {}, 0});
   build_strands(nests_.back());
   return nests_.back();
 }
@@ -399,16 +410,6 @@ void Program::bind_slots(std::span<const std::int64_t> src_slots, std::span<cons
   for (std::size_t i = 0; i < src_slots.size(); ++i) add(1, src_slots[i], dst_slots[i]);
 }
 
-namespace {
-
-std::int64_t iterations(const Loop* loops, std::size_t num_loops) {
-  std::int64_t out = 1;
-  for (std::size_t i = 0; i < num_loops; ++i) out *= loops[i].extent;
-  return out;
-}
-
-}  // namespace
-
 std::map<std::int64_t, std::int64_t> Program::sizes() const {
   std::map<std::int64_t, std::int64_t> out;
   for (const Nest& nest : nests_) {
@@ -427,8 +428,16 @@ std::int64_t Program::num_copies() const {
 
 std::int64_t Program::num_bytes() const {
   std::int64_t out = 0;
-  for (const auto& [size, count] : sizes()) out += size * count;
+  for (const Nest& nest : nests_) out += nest.entry_bytes * static_cast<std::int64_t>(nest.entries.size());
   return out;
+}
+
+bool Program::streams() const {
+  static const std::int64_t threshold = [] {
+    const char* given = std::getenv("KVSTRIDE_STREAM_BYTES");
+    return given != nullptr ? std::atoll(given) : std::int64_t{4} << 20;
+  }();
+  return num_bytes() >= threshold;
 }
 
 namespace {
@@ -531,18 +540,20 @@ void Program::check_memory() const {
 }
 
 void Program::run() const {
+  const bool stream = streams();
   for (const Nest& nest : nests_) {
-    for_each_copy(nest, options_.merge, [](Side src, Side dst, const Loop* loops, std::size_t num, const Strand& strand,
+    for_each_copy(nest, options_.merge, [stream](Side src, Side dst, const Loop* loops, std::size_t num, const Strand& strand,
                                            std::int64_t run) {
       const auto* from = reinterpret_cast<const std::byte*>(src.byte);
       auto* to = reinterpret_cast<std::byte*>(dst.byte);
       if (strand.cast.active) {
         cpu::cast(to, from, loops, num, strand.cast);
       } else {
-        cpu::copy(to, from, loops, num, run);
+        cpu::copy(to, from, loops, num, run, stream);
       }
     });
   }
+  if (stream) cpu::fence();
 }
 
 }  // namespace kvstride::plan
