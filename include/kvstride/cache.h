@@ -16,7 +16,7 @@ class Cache {
  public:
   /// `tensors[layer × parts + part]` points at the byte that the layout calls 0 and has at least
   /// `layout.part_bytes(part)` bytes. Throws Error(kArgument) for a wrong number of tensors, a null pointer, or
-  /// tensors whose elements share bytes.
+  /// tensors whose elements share bytes (unless the layout allows it and the cache is read-only).
   Cache(std::vector<std::byte*> tensors, Layout layout, bool read_only = false);
 
   const Layout& layout() const noexcept { return layout_; }

@@ -52,6 +52,9 @@ struct Location {
 /// Element index [layer, block, token, head, dim].
 using Index = std::array<std::int64_t, kNumAxes>;
 
+/// Whether elements may share bytes: only in memory that is read and never written (an expanded tensor).
+enum class Overlap { kRefused, kAllowed };
+
 /// An order with its sizes. Immutable; safe to share between threads.
 ///
 /// Example: `Layout("B KV N H D", {.num_blocks = 8, .block_size = 16, .num_kv_heads = 4, .head_size = 64})`.
@@ -59,8 +62,8 @@ class Layout {
  public:
   /// Throws Error(kLayout): splits that do not multiply, members of unequal length, overlapping elements, sizes
   /// whose bytes exceed 2^62, symbols without a value.
-  Layout(Order order, Geometry geometry);
-  Layout(std::string_view order, Geometry geometry);
+  Layout(Order order, Geometry geometry, Overlap overlap = Overlap::kRefused);
+  Layout(std::string_view order, Geometry geometry, Overlap overlap = Overlap::kRefused);
 
   const Order& order() const noexcept { return order_; }
   const Geometry& geometry() const noexcept { return geometry_; }
@@ -69,6 +72,7 @@ class Layout {
   const Plane& plane(std::string_view name) const;
   const Plane* find_plane(std::string_view name) const noexcept;
 
+  Overlap overlap() const noexcept { return overlap_; }
   /// L is in the order: one tensor holds all layers.
   bool layered() const noexcept { return layered_; }
   std::int64_t num_parts() const noexcept { return static_cast<std::int64_t>(part_bytes_.size()); }
@@ -103,6 +107,7 @@ class Layout {
   std::vector<Plane> planes_;
   std::vector<std::int64_t> part_bytes_;
   bool layered_ = false;
+  Overlap overlap_ = Overlap::kRefused;
 };
 
 /// The order of a registry name such as `vllm/flashinfer-nhd`, or `name_or_order` parsed.

@@ -27,6 +27,14 @@ def to_int(value: Any, what: str) -> int:
     return number
 
 
+def to_size(value: Any, what: str) -> int:
+    """A length or a stride. Raises DTypeError for floats and bools, ArgumentError beyond int64."""
+    try:
+        return to_int(value, what)
+    except BlockIndexError as error:
+        raise ArgumentError(str(error)) from None
+
+
 def to_optional_int(value: Any, what: str) -> int | None:
     """`to_int`, or None."""
     return None if value is None else to_int(value, what)
@@ -53,13 +61,20 @@ def to_span(span: Any, what: str) -> tuple[int, int, int] | None:
 
 def to_scale(value: Any, what: str) -> float:
     """One positive number."""
+    numbers = _to_floats(value, f"{what} is")
+    if len(numbers) != 1:
+        raise DTypeError(f"{what} has {len(numbers)} values, must be one number")
+    return numbers[0]
+
+
+def _to_floats(value: Any, what: str) -> list[float]:
     try:
-        array = np.asarray(value, dtype=np.float64).reshape(-1)
+        array = np.asarray(value)
     except (TypeError, ValueError):
-        raise DTypeError(f"{what} is {value!r}, must be a number") from None
-    if array.size != 1:
-        raise ArgumentError(f"{what} has {array.size} values, expected one")
-    return float(array[0])
+        array = np.asarray(None)
+    if array.dtype.kind not in "fiu" and array.dtype.name not in ("bfloat16",):
+        raise DTypeError(f"{what} {value!r}, must be a number")
+    return [float(v) for v in array.reshape(-1)]
 
 
 def to_scales(scales: Any, verb: str) -> dict[str, list[float]]:
@@ -72,11 +87,5 @@ def to_scales(scales: Any, verb: str) -> dict[str, list[float]]:
     for plane, value in scales.items():
         if not isinstance(plane, str):
             raise ArgumentError(f"{verb}: scales has the key {plane!r}, expected the name of a plane")
-        try:
-            array = np.asarray(None if value is None else value, dtype=np.float32).reshape(-1)
-        except (TypeError, ValueError):
-            raise DTypeError(f"{verb}: scales of plane '{plane}' are {value!r}, must be numbers") from None
-        if value is None:
-            raise DTypeError(f"{verb}: scales of plane '{plane}' are None, must be numbers")
-        out[plane] = [float(v) for v in array]
+        out[plane] = _to_floats(value, f"{verb}: scales of plane '{plane}':")
     return out

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _core
+from ._args import to_size
 from ._core import Reading
 from ._tensor import inspect, is_tensor
-from .errors import ArgumentError
+from .errors import ArgumentError, DTypeError
 
 
 def candidates(
@@ -56,25 +57,32 @@ def detect(
 
 
 def _question(given: dict[str, Any]) -> tuple[Any, dict[str, int], str | None, list[str]]:
-    thing = given["tensor_or_shape"]
-    strides = given["strides"]
-    dtype = given["dtype"]
+    """Parts (shape, strides, item size), hints, dtype and names, as the library takes them."""
+    thing, strides, dtype, among = (given[n] for n in ("tensor_or_shape", "strides", "dtype", "among"))
     names = ("num_layers", "num_kv_heads", "head_size", "block_size", "num_blocks")
-    sizes = {name: int(given[name]) for name in names if given[name] is not None}
+    sizes = {name: to_size(given[name], f"detect: {name}") for name in names if given[name] is not None}
+    if dtype is not None and not isinstance(dtype, str):
+        raise DTypeError(f"detect: dtype is {dtype!r}, expected a name such as 'bf16'")
+    if isinstance(among, str) or not all(isinstance(name, str) for name in among or ()):
+        raise ArgumentError(f"detect: among is {among!r}, expected a list of names")
     if is_tensor(thing) or (isinstance(thing, (list, tuple)) and thing and all(is_tensor(t) for t in thing)):
         if strides is not None:
             raise ArgumentError("detect: a tensor has its own strides; give strides only with a shape")
         infos = [inspect(t, "detect: tensor") for t in ([thing] if is_tensor(thing) else thing)]
-        parts = [info.part for info in infos]
         dtype = dtype or next((info.dtype for info in infos if info.dtype is not None), None)
-    else:
-        pair = isinstance(thing, (list, tuple)) and thing and all(isinstance(t, (list, tuple)) for t in thing)
-        shapes = [list(s) for s in thing] if pair else [list(thing)]
-        steps = [[] for _ in shapes] if strides is None else [list(s) for s in strides] if pair else [list(strides)]
-        if len(steps) != len(shapes):
-            raise ArgumentError(f"detect: {len(steps)} strides for {len(shapes)} shapes")
-        parts = [([int(n) for n in s], [int(n) for n in t], 0) for s, t in zip(shapes, steps, strict=True)]
-    return parts, sizes, dtype, list(given["among"] or [])
+        return [info.part for info in infos], sizes, dtype, list(among or [])
+    if not isinstance(thing, (list, tuple)):
+        raise ArgumentError(f"detect: {thing!r} of type {type(thing).__name__} is no tensor and no shape")
+    pair = len(thing) > 0 and all(isinstance(t, (list, tuple)) for t in thing)
+    shapes = list(thing) if pair else [thing]
+    steps = [()] * len(shapes) if strides is None else list(strides) if pair else [strides]
+    if len(steps) != len(shapes):
+        raise ArgumentError(f"detect: {len(steps)} strides for {len(shapes)} shapes")
+    parts = [
+        ([to_size(n, "detect: shape") for n in shape], [to_size(n, "detect: strides") for n in step], 0)
+        for shape, step in zip(shapes, steps, strict=True)
+    ]
+    return parts, sizes, dtype, list(among or [])
 
 
 def probe(

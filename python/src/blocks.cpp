@@ -47,7 +47,7 @@ void bind_blocks(nb::module_& m) {
         return nb::make_tuple(std::string(name_of(view.dtype)), view.tensor, view.byte_offset,
                               nb::tuple(nb::cast(view.shape)), nb::tuple(nb::cast(view.strides)));
       },
-      nb::arg("layout"), nb::arg("plane"), nb::arg("layer"), nb::arg("allow_split"),
+      nb::arg("layout"), nb::arg("plane"), nb::arg("layer").none(), nb::arg("allow_split"),
       "(dtype, tensor, byte offset, shape, strides in elements) of a plane's view.");
 
   nb::class_<Plan>(m, "Plan")

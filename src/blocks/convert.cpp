@@ -33,11 +33,12 @@ std::string sequence(const Layout& layout, const Plane& plane) {
 }
 
 void check_same_order(const Cache& src, const Cache& dst) {
+  const bool one_layer = src.layout().geometry().num_layers == 1 && dst.layout().geometry().num_layers == 1;
   for (const Plane& plane : src.layout().planes()) {
     const Plane* twin = dst.layout().find_plane(plane.name);
     if (twin == nullptr) continue;  // reported by the plan
     const bool one_block = plane.extent(Axis::kBlock) == 1 || twin->extent(Axis::kBlock) == 1;
-    if (src.layout().layered() == dst.layout().layered() &&
+    if ((one_layer || src.layout().layered() == dst.layout().layered()) &&
         (one_block || sequence(src.layout(), plane) == sequence(dst.layout(), *twin))) {
       if (!one_block) continue;
       // With one block the block axis has no place; compare what is inside.

@@ -108,7 +108,7 @@ void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key
   geometry.num_layers = 1;
   geometry.num_blocks = std::max<std::int64_t>({key.shape[0], value.shape[0], 1});
   geometry.block_size = 1;
-  const Layout source_layout(part("key", key) + " | " + part("value", value), geometry);
+  const Layout source_layout(part("key", key) + " | " + part("value", value), geometry, Overlap::kAllowed);
   const Cache source({const_cast<std::byte*>(key.data), const_cast<std::byte*>(value.data)}, source_layout, true);
   plan::BuildOptions build;
   build.planes = {"key", "value"};

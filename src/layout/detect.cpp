@@ -60,6 +60,7 @@ std::vector<Layout> fit_row(const Entry& row, const std::vector<TensorShape>& pa
   if (!hints.num_layers) hints.num_layers = 1;
   std::vector<Layout> out;
   const Order order = Order::parse(row.order);
+  if (!order.has(Axis::kBlock) && hints.num_blocks.value_or(1) != 1) return out;  // it has one block
   const bool layered = order.has(Axis::kLayer);
   const bool declares_layers = row.shape.find('L') != std::string_view::npos;
   const Declared declared{row.shape, row.literal};

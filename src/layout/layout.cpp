@@ -251,11 +251,11 @@ std::int64_t Plane::axis_offset(Axis axis, std::int64_t index) const {
   return byte;
 }
 
-Layout::Layout(std::string_view order, Geometry geometry)
-    : Layout(Order::parse(order), std::move(geometry)) {}
+Layout::Layout(std::string_view order, Geometry geometry, Overlap overlap)
+    : Layout(Order::parse(order), std::move(geometry), overlap) {}
 
-Layout::Layout(Order order, Geometry geometry)
-    : order_(std::move(order)), geometry_(std::move(geometry)) {
+Layout::Layout(Order order, Geometry geometry, Overlap overlap)
+    : order_(std::move(order)), geometry_(std::move(geometry)), overlap_(overlap) {
   check_geometry(geometry_);
   layered_ = order_.has(Axis::kLayer);
   bool padded = false;
@@ -288,7 +288,7 @@ Layout::Layout(Order order, Geometry geometry)
       planes.push_back(plane);
       end = std::max(end, checked_add(plane.base, span_of(plane.modes, item_size(plane.dtype)), "the size"));
     }
-    check_no_overlap(planes, order_.text());
+    if (overlap_ == Overlap::kRefused) check_no_overlap(planes, order_.text());
     auto& bytes = part_bytes_[static_cast<std::size_t>(part)];
     bytes = std::max(bytes, end);
   }

@@ -81,7 +81,7 @@ Cache::Cache(std::vector<std::byte*> tensors, Layout layout, bool read_only)
   std::sort(extents.begin(), extents.end(), [](const Memory& a, const Memory& b) { return a.begin < b.begin; });
   bool apart = true;
   for (std::size_t i = 1; i < extents.size(); ++i) apart &= extents[i - 1].end <= extents[i].begin;
-  if (apart) return;
+  if (apart || (read_only_ && layout_.overlap() == Overlap::kAllowed)) return;
   // Layers that lie inside each other's strides: one layout of all their planes must be free of overlaps.
   std::vector<Plane> planes;
   for (std::size_t i = 0; i < tensors_.size(); ++i) {

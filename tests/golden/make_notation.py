@@ -22,7 +22,9 @@ MAX_SAMPLES = 500
 
 SHUFFLE = "key: {b}H D/x N D%x, value: {b}H N/x D N%x"
 XSPLIT = "key: {b}H D/x N D%x, value: {b}H D N"
-NVFP4 = "B {{key: {{data: H N D[D/2] u8, scale: H N D[D/16] f8_e4m3}}, value: {{data: H N D[D/2] u8, scale: {v} f8_e4m3}}}}"
+NVFP4 = (
+    "B {{key: {{data: H N D[D/2] u8, scale: H N D[D/16] f8_e4m3}}, value: {{data: H N D[D/2] u8, scale: {v} f8_e4m3}}}}"
+)
 AMX16 = "key: {b}N/16 D/2 N%16 D%2, value: {b}D/16 N/2 D%16 N%2"
 AMX32 = "key: {b}N/16 D N%16, value: {b}D/16 N D%16"
 
@@ -99,7 +101,7 @@ def part_tables(notation: ModuleType, order: str, dtype: str, size: dict[str, in
 
 def sample(modes: list[tuple[Any, ...]], base: int) -> dict[str, Any]:
     """Offsets of elements 0, step, 2·step … of a plane, counted with its last axis fastest."""
-    lengths = {axis: 1 for axis in AXES}
+    lengths = dict.fromkeys(AXES, 1)
     for axis, modulus, *_ in modes:
         lengths[axis] = max(lengths[axis], modulus)
     total = math.prod(lengths.values())
@@ -142,10 +144,7 @@ def main() -> None:
             cases.append((order, dtype, size))
         if "KV" in order or order.endswith("C"):
             cases.append((order, dtypes[0], UNEVEN))
-    records = [
-        {"order": o, "dtype": t, "size": s, "tensors": part_tables(notation, o, t, s)}
-        for o, t, s in cases
-    ]
+    records = [{"order": o, "dtype": t, "size": s, "tensors": part_tables(notation, o, t, s)} for o, t, s in cases]
     print("[")
     print(",\n".join(json.dumps(record, separators=(",", ":")) for record in records))
     print("]")

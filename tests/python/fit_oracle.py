@@ -53,7 +53,13 @@ class Atom:
     @property
     def label(self) -> str:
         """As a declared shape has it."""
-        return {"axis": self.axis, "outer": f"{self.axis}//{self.symbol}", "inner": self.symbol, "KV": "2", "record": "?"}[self.kind]
+        return {
+            "axis": self.axis,
+            "outer": f"{self.axis}//{self.symbol}",
+            "inner": self.symbol,
+            "KV": "2",
+            "record": "?",
+        }[self.kind]
 
 
 def atoms_of(order: str) -> list[list[Atom]]:
@@ -121,7 +127,13 @@ class Read:
 
 
 def solve(
-    atoms: list[Atom], dims: Dims, shape: tuple[int, ...], strides: tuple[int, ...], item: int, given: Sizes, sizes: Sizes
+    atoms: list[Atom],
+    dims: Dims,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    item: int,
+    given: Sizes,
+    sizes: Sizes,
 ) -> list[tuple[int, int]] | None:
     """(length, byte stride) of each atom, or None where the tensor is not that. Learns `sizes`."""
     for (group, padded), length in zip(dims, shape, strict=True):
@@ -176,7 +188,12 @@ def solve(
 
 
 def read(
-    parts: list[list[Atom]], groups: list[Dims], tensors: list[tuple[tuple, tuple]], item: int, given: Sizes, layers: int
+    parts: list[list[Atom]],
+    groups: list[Dims],
+    tensors: list[tuple[tuple, tuple]],
+    item: int,
+    given: Sizes,
+    layers: int,
 ) -> Read | None:
     """The reading of all tensors with these dimensions."""
     sizes = dict(given)
@@ -225,9 +242,7 @@ def readings(entry: kv.Entry, tensors: list[tuple[tuple, tuple]], given: Sizes, 
     if given.get("B", 1) != 1 and all(atom.axis != "B" for atoms in whole for atom in atoms):
         return out  # one block, but the caller knows of more
     layered = any(atom.axis == "L" for atom in whole[0])
-    declared_parts = [
-        [a for a in atoms if a.axis != "L" or not layered or "L" in entry.shape] for atoms in whole
-    ]
+    declared_parts = [[a for a in atoms if a.axis != "L" or not layered or "L" in entry.shape] for atoms in whole]
     dims = []
     for atoms, text, (shape, _) in zip(declared_parts, entry.shape.split("|"), tensors, strict=True):
         group = declared_groups(atoms, text)

@@ -85,15 +85,15 @@ BAD_PAIRS: list[tuple[str, Any, type[kv.Error], tuple[str, ...]]] = [
     ("destination twice", [(0, 1), (2, 1)], kv.ArgumentError, ("block 1", "twice")),
     ("destination twice, same source", [(0, 1), (0, 1)], kv.ArgumentError, ("block 1", "twice")),
     ("destination twice in a mapping", {0: 1, 2: [3, 1]}, kv.ArgumentError, ("block 1", "twice")),
-    ("floats", [(0.0, 1.0)], kv.DTypeError, ("float64",)),
-    ("one float", [(0, 1.5)], kv.DTypeError, ("float64",)),
-    ("NaN", [(0, float("nan"))], kv.DTypeError, ("float64",)),
+    ("floats", [(0.0, 1.0)], kv.DTypeError, ("0.0", "whole number")),
+    ("one float", [(0, 1.5)], kv.DTypeError, ("1.5", "whole number")),
+    ("NaN", [(0, float("nan"))], kv.DTypeError, ("nan", "whole number")),
     ("float array", np.zeros((1, 2), np.float32), kv.DTypeError, ("float32",)),
-    ("bools", [(True, False)], kv.DTypeError, ("bool",)),
-    ("one bool", [(True, 2)], kv.DTypeError, ("bool",)),
+    ("bools", [(True, False)], kv.DTypeError, ("True", "whole number")),
+    ("one bool", [(2, True)], kv.DTypeError, ("True", "whole number")),
     ("bool array", np.zeros((1, 2), bool), kv.DTypeError, ("bool",)),
     ("strings", [("0", "1")], kv.DTypeError, ("pairs",)),
-    ("None inside", [(None, 1)], kv.DTypeError, ("object",)),
+    ("None inside", [(None, 1)], kv.DTypeError, ("None", "whole number")),
     ("dates", np.zeros((1, 2), "M8[s]"), kv.DTypeError, ("datetime64",)),
     ("three columns", [(0, 1, 2)], kv.ArgumentError, ("[1, 3]", "[n, 2]")),
     ("one dimension", [0, 1], kv.ArgumentError, ("[2]", "[n, 2]")),
@@ -115,12 +115,9 @@ VERBS: dict[str, Callable[[oracle.Memory, oracle.Memory, Any], Any]] = {
 @pytest.mark.parametrize(("pairs", "kind", "words"), [b[1:] for b in BAD_PAIRS], ids=[b[0] for b in BAD_PAIRS])
 def test_pairs(verb: str, pairs: Any, kind: type[kv.Error], words: tuple[str, ...]) -> None:
     source, target = memory(), memory(seed=2)
-    if verb == "convert_blocks" and pairs is None:
-        words = ("pairs", "src_blocks")  # None means token sequences, which are not given either
-    if verb == "Plan.bind" and pairs is None:
-        words = ("pairs", "src_blocks")
-    refused(kind, lambda: VERBS[verb](source, target, pairs), (verb.split(".")[0].lower() if verb == "Plan.bind" else verb, *words)
-            if verb != "Plan.bind" else words, source, target)
+    if verb in ("convert_blocks", "Plan.bind") and pairs is None:
+        words = ("pairs", "src_blocks")  # nothing was given
+    refused(kind, lambda: VERBS[verb](source, target, pairs), words, source, target)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -144,10 +141,12 @@ def test_torch_ids() -> None:
         (torch.zeros(1, 2, dtype=torch.int64, device="meta"), kv.ArgumentError, "meta"),
         (torch.zeros(1, 2, dtype=torch.int64).to_sparse(), kv.ArgumentError, "sparse"),
         (torch.tensor([0, 1]), kv.ArgumentError, "[2]"),
-        (torch.tensor(1), kv.ArgumentError, "[]"),
+        (torch.tensor(1), kv.ArgumentError, "[n, 2]"),
     ]
     for pairs, kind, word in bad:
-        refused(kind, lambda pairs=pairs: kv.convert_blocks(source.cache(), target.cache(), pairs), (word,), source, target)
+        refused(
+            kind, lambda pairs=pairs: kv.convert_blocks(source.cache(), target.cache(), pairs), (word,), source, target
+        )
 
 
 @pytest.mark.parametrize(
@@ -159,8 +158,8 @@ def test_torch_ids() -> None:
         ([2**64], kv.BlockIndexError, (str(2**64),)),
         ([1, 2, 1], kv.ArgumentError, ("block 1", "twice")),
         ([[1]], kv.ArgumentError, ("[1, 1]", "one dimension")),
-        ([1.0], kv.DTypeError, ("float64",)),
-        ([True], kv.DTypeError, ("bool",)),
+        ([1.0], kv.DTypeError, ("ids", "1.0")),
+        ([True], kv.DTypeError, ("ids", "True")),
         (1, kv.ArgumentError, ("ids", "int")),
         (None, kv.ArgumentError, ("ids", "None")),
     ],
@@ -178,15 +177,15 @@ def test_zero_blocks(ids: Any, kind: type[kv.Error], words: tuple[str, ...]) -> 
         ([0], 1.5, kv.ArgumentError, ("ratio 1.5",)),
         ([0], float("nan"), kv.ArgumentError, ("ratio nan",)),
         ([0], float("inf"), kv.ArgumentError, ("ratio inf",)),
-        ([0], 2**70, kv.ArgumentError, ("ratio",)),
+        ([0], 2**70, kv.BlockIndexError, ("ratio", str(2**70))),
         ([0], "2", kv.DTypeError, ("ratio",)),
         ([0], None, kv.DTypeError, ("ratio",)),
         ([0], True, kv.DTypeError, ("ratio",)),
         ([-1], 2, kv.BlockIndexError, ("-1", "ids[0]")),
         ([0, 2**62], 4, kv.BlockIndexError, (str(2**62), "ids[1]")),
         ([2**64], 4, kv.BlockIndexError, (str(2**64),)),
-        ([0.5], 2, kv.DTypeError, ("float64",)),
-        ([True], 2, kv.DTypeError, ("bool",)),
+        ([0.5], 2, kv.DTypeError, ("ids", "0.5")),
+        ([True], 2, kv.DTypeError, ("ids", "True")),
         ([[0]], 2, kv.ArgumentError, ("[1, 1]",)),
     ],
 )
@@ -197,16 +196,16 @@ def test_expand_block_ids(ids: Any, ratio: Any, kind: type[kv.Error], words: tup
 # --- Token sequences, heads, layers.
 
 SPANS: list[tuple[dict[str, Any], type[kv.Error], tuple[str, ...]]] = [
-    ({"tokens": (0, 0, 9)}, kv.ArgumentError, ("0 to 9", "2 source blocks of 4")),
-    ({"tokens": (5, 0, 4)}, kv.ArgumentError, ("5 to 9", "2 source blocks of 4")),
-    ({"tokens": (0, 5, 4)}, kv.ArgumentError, ("5 to 9", "2 destination blocks of 4")),
+    ({"tokens": (0, 0, 9)}, kv.ArgumentError, ("9 tokens from token 0", "2 source blocks of 4")),
+    ({"tokens": (5, 0, 4)}, kv.ArgumentError, ("4 tokens from token 5", "2 source blocks of 4")),
+    ({"tokens": (0, 5, 4)}, kv.ArgumentError, ("4 tokens from token 5", "2 destination blocks of 4")),
     ({"tokens": (-1, 0, 1)}, kv.ArgumentError, ("-1", "source")),
     ({"tokens": (0, -1, 1)}, kv.ArgumentError, ("-1", "destination")),
     ({"tokens": (0, 0, -1)}, kv.ArgumentError, ("-1",)),
-    ({"tokens": (8, 8, 1)}, kv.ArgumentError, ("8 to 9",)),
+    ({"tokens": (8, 8, 1)}, kv.ArgumentError, ("from token 8", "2 source blocks of 4")),
     ({"tokens": (2**62, 0, 2**62)}, kv.ArgumentError, (str(2**62),)),
     ({"tokens": (0, 0, 2**63 - 1)}, kv.ArgumentError, (str(2**63 - 1),)),
-    ({"tokens": (0, 0, 2**70)}, kv.ArgumentError, ("tokens", str(2**70))),
+    ({"tokens": (0, 0, 2**70)}, kv.BlockIndexError, ("tokens", str(2**70))),
     ({"tokens": (0, 0)}, kv.ArgumentError, ("tokens",)),
     ({"tokens": (0, 0, 1.5)}, kv.DTypeError, ("tokens", "1.5")),
     ({"tokens": 4}, kv.ArgumentError, ("tokens",)),
@@ -219,7 +218,7 @@ SPANS: list[tuple[dict[str, Any], type[kv.Error], tuple[str, ...]]] = [
     ({"dst_blocks": [2, 2], "tokens": (0, 1, 5)}, kv.ArgumentError, ("block 2", "twice")),
     ({"dst_blocks": None}, kv.ArgumentError, ("dst_blocks",)),
     ({"src_blocks": None}, kv.ArgumentError, ("src_blocks",)),
-    ({"src_blocks": [0.0, 1.0]}, kv.DTypeError, ("src_blocks", "float64")),
+    ({"src_blocks": [0.0, 1.0]}, kv.DTypeError, ("src_blocks", "0.0")),
     ({"pairs": [(0, 1)]}, kv.ArgumentError, ("pairs", "not both")),
     ({"null_block": 0}, kv.ArgumentError, ("null_block",)),
     ({"heads": (0, 0, 4)}, kv.BlockIndexError, ("(0, 0, 4)", "num_kv_heads is 3")),
@@ -244,13 +243,19 @@ SPANS: list[tuple[dict[str, Any], type[kv.Error], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("changed", "kind", "words"), SPANS, ids=[str(s[0]) for s in SPANS])
-def test_token_sequences_heads_and_layers(changed: dict[str, Any], kind: type[kv.Error], words: tuple[str, ...]) -> None:
+def test_token_sequences_heads_and_layers(
+    changed: dict[str, Any], kind: type[kv.Error], words: tuple[str, ...]
+) -> None:
     source, target = memory(), memory("B H N KV D", 2)
     good = {"src_blocks": [0, 1], "dst_blocks": [2, 3]}
     assert kv.convert_blocks(source.cache(), target.copy().cache(), **good) == 8
     arguments = good | changed
     refused(
-        kind, lambda: kv.convert_blocks(source.cache(), target.cache(), **arguments), ("convert_blocks", *words), source, target
+        kind,
+        lambda: kv.convert_blocks(source.cache(), target.cache(), **arguments),
+        ("convert_blocks", *words),
+        source,
+        target,
     )
 
 
@@ -259,10 +264,10 @@ def test_layers_of_the_other_verbs(layers: tuple[int, int]) -> None:
     for order in ("B KV N H D", "L B KV N H D"):
         source, target = memory(order, num_layers=2), memory(order, 2, num_layers=2)
         words = (str(layers), "num_layers is 2")
-        refused(kv.BlockIndexError, lambda: kv.copy_blocks(target.cache(), [(0, 1)], layers=layers), words, target)
+        refused(kv.BlockIndexError, lambda d=target: kv.copy_blocks(d.cache(), [(0, 1)], layers=layers), words, target)
         refused(
             kv.BlockIndexError,
-            lambda: kv.swap_blocks(source.cache(), target.cache(), [(0, 1)], layers=layers),
+            lambda s=source, d=target: kv.swap_blocks(s.cache(), d.cache(), [(0, 1)], layers=layers),
             words,
             source,
             target,
@@ -309,11 +314,16 @@ def test_caches_of_other_sizes(changed: dict[str, Any], kind: type[kv.Error], wo
             continue  # nothing moves
         if changed.get("order") == "KV N H D":
             kind, words, pairs = kv.BlockIndexError, ("1", "num_blocks is 1"), [(0, 1)]
-        refused(kind, lambda pairs=pairs: kv.convert_blocks(source.cache(), target.cache(), pairs), words, source, target)
+        refused(
+            kind, lambda pairs=pairs: kv.convert_blocks(source.cache(), target.cache(), pairs), words, source, target
+        )
         refused(kind, lambda pairs=pairs: kv.Plan(source.cache(), target.cache()).bind(pairs), words, source, target)
 
 
-@pytest.mark.parametrize("other", ["B KV H N D", "KV B N H D", "B N H KV D", "L B KV N H D", "B KV N/2 H N%2 D", "B {key: N H D, value: H N D}"])
+@pytest.mark.parametrize(
+    "other",
+    ["B KV H N D", "KV B N H D", "B N H KV D", "L B KV N H D", "B KV N/2 H N%2 D", "B {key: N H D, value: H N D}"],
+)
 def test_swap_blocks_needs_one_order(other: str) -> None:
     source, target = memory(), memory(other, 2)
     words = ("swap_blocks", "different orders", "convert_blocks")
@@ -332,7 +342,11 @@ def test_raw_planes() -> None:
 
     refused(kv.ArgumentError, call(pairs=[(0, 1)], heads=(0, 0, 1)), ("'state'", "raw", "head"), source, target)
     refused(
-        kv.ArgumentError, call(src_blocks=[0], dst_blocks=[1], tokens=(0, 0, 2)), ("'state'", "whole blocks"), source, target
+        kv.ArgumentError,
+        call(src_blocks=[0], dst_blocks=[1], tokens=(0, 0, 2)),
+        ("'state'", "whole blocks"),
+        source,
+        target,
     )
     refused(kv.ArgumentError, lambda: kv.gather_tokens(source.cache(), [0]), ("gather_tokens", "'state'"), source)
 
@@ -359,7 +373,9 @@ def test_overlapping_caches() -> None:
     for shift in (layout.num_bytes, layout.num_bytes + 3):
         raw = np.random.default_rng(shift).integers(0, 256, layout.num_bytes + shift, dtype=np.uint8)
         want = raw[: layout.num_bytes].copy()
-        kv.convert_blocks(kv.Cache(raw[: layout.num_bytes], layout), kv.Cache(raw[shift:], layout), [(i, i) for i in range(5)])
+        kv.convert_blocks(
+            kv.Cache(raw[: layout.num_bytes], layout), kv.Cache(raw[shift:], layout), [(i, i) for i in range(5)]
+        )
         np.testing.assert_array_equal(raw[shift : shift + layout.num_bytes], want)
 
 
@@ -395,9 +411,14 @@ def test_interleaved_memory_that_does_not_overlap(axis: int, target_order: str) 
         np.testing.assert_array_equal(halves[1][[4, 1]], halves[0][[0, 3]])
     np.testing.assert_array_equal(halves[0], before[(slice(None),) * axis + (slice(0, None, 2),)])
     # One element further, and they meet.
-    meeting = [raw[(slice(None),) * axis + (slice(0, shape[axis] // 2),)], raw[(slice(None),) * axis + (slice(shape[axis] // 2 - 1, -1),)]]
+    meeting = [
+        raw[(slice(None),) * axis + (slice(0, shape[axis] // 2),)],
+        raw[(slice(None),) * axis + (slice(shape[axis] // 2 - 1, -1),)],
+    ]
     caches = [kv.Cache(m, "B KV N H D", geometry=g) for m in meeting]
-    refused(kv.ArgumentError, lambda: kv.convert_blocks(*caches, [(i, 4 - i) for i in range(5)]), ("share memory",), raw)
+    refused(
+        kv.ArgumentError, lambda: kv.convert_blocks(*caches, [(i, 4 - i) for i in range(5)]), ("share memory",), raw
+    )
 
 
 def test_halves_of_one_buffer() -> None:
@@ -442,7 +463,12 @@ TENSORS: list[tuple[str, Any, type[kv.Error], tuple[str, ...]]] = [
     ("object", np.zeros((5, 2, 4, 3, 8), object), kv.DTypeError, ("object",)),
     ("structured", np.zeros((5, 2, 4, 3, 8), [("a", "f4")]), kv.DTypeError, ("[('a', '<f4')]",)),
     ("big endian", np.zeros((5, 2, 4, 3, 8), ">f4"), kv.DTypeError, (">f4", "byte order")),
-    ("float16", np.zeros((5, 2, 4, 3, 8), np.float16), kv.LayoutError, ("[5, 2, 4, 3, 8]", "item size 2", "item size 4")),
+    (
+        "float16",
+        np.zeros((5, 2, 4, 3, 8), np.float16),
+        kv.LayoutError,
+        ("[5, 2, 4, 3, 8]", "item size 2", "item size 4"),
+    ),
     ("int32", np.zeros((5, 2, 4, 3, 8), np.int32), kv.DTypeError, ("int32", "f32")),
     ("rank 0", np.zeros((), np.float32), kv.ArgumentError, ("rank 0",)),
     ("rank 4", np.zeros((5, 2, 4, 3), np.float32), kv.LayoutError, ("[5, 2, 4, 3]", "[5, 2, 4, 3, 8]")),
@@ -455,18 +481,43 @@ TENSORS: list[tuple[str, Any, type[kv.Error], tuple[str, ...]]] = [
     ("empty", np.zeros((0, 2, 4, 3, 8), np.float32), kv.LayoutError, ("[0, 2, 4, 3, 8]", "length 0")),
     ("negative stride", np.zeros((5, 2, 4, 3, 8), np.float32)[::-1], kv.ArgumentError, ("negative stride", "-192")),
     ("stride 0", strided((5, 2, 4, 3, 8), (0, 96, 24, 8, 1)), kv.LayoutError, ("[0, 96, 24, 8, 1]",)),
-    ("broadcast", np.broadcast_to(np.zeros((1, 2, 4, 3, 8), np.float32), (5, 2, 4, 3, 8)), kv.LayoutError, ("[0, 96,",)),
+    (
+        "broadcast",
+        np.broadcast_to(np.zeros((1, 2, 4, 3, 8), np.float32), (5, 2, 4, 3, 8)),
+        kv.LayoutError,
+        ("[0, 96,",),
+    ),
     ("overlapping strides", strided((5, 2, 4, 3, 8), (100, 96, 24, 8, 1)), kv.LayoutError, ("[100, 96, 24, 8, 1]",)),
-    ("permuted strides", np.zeros((5, 2, 3, 4, 8), np.float32).swapaxes(2, 3), kv.LayoutError, ("[192, 96, 8, 32, 1]",)),
-    ("uneven byte stride", np.ndarray((5, 2, 4, 3, 8), np.float32, bytearray(9000), 0, (1602, 800, 96, 32, 4)), kv.LayoutError, ("1602", "4")),
+    (
+        "permuted strides",
+        np.zeros((5, 2, 3, 4, 8), np.float32).swapaxes(2, 3),
+        kv.LayoutError,
+        ("[192, 96, 8, 32, 1]",),
+    ),
+    (
+        "uneven byte stride",
+        np.ndarray((5, 2, 4, 3, 8), np.float32, bytearray(9000), 0, (1602, 800, 96, 32, 4)),
+        kv.LayoutError,
+        ("1602", "4"),
+    ),
     ("None", None, kv.ArgumentError, ("NoneType",)),
     ("a number", 3.5, kv.ArgumentError, ("float",)),
     ("text", "tensor", kv.ArgumentError, ("str",)),
     ("a dict", {"a": np.zeros((5, 2, 4, 3, 8), np.float32)}, kv.ArgumentError, ("dict",)),
     ("an empty list", [], kv.ArgumentError, ("empty",)),
     ("a list of numbers", [1, 2], kv.ArgumentError, ("list",)),
-    ("two layers of two shapes", [np.zeros((5, 2, 4, 3, 8), np.float32), np.zeros((6, 2, 4, 3, 8), np.float32)], kv.LayoutError, ("[5, 2, 4, 3, 8]", "[6, 2, 4, 3, 8]")),
-    ("two layers of two dtypes", [np.zeros((5, 2, 4, 3, 8), np.float32), np.zeros((5, 2, 4, 3, 8), np.int32)], kv.LayoutError, ("float32", "int32")),
+    (
+        "two layers of two shapes",
+        [np.zeros((5, 2, 4, 3, 8), np.float32), np.zeros((6, 2, 4, 3, 8), np.float32)],
+        kv.LayoutError,
+        ("[5, 2, 4, 3, 8]", "[6, 2, 4, 3, 8]"),
+    ),
+    (
+        "two layers of two dtypes",
+        [np.zeros((5, 2, 4, 3, 8), np.float32), np.zeros((5, 2, 4, 3, 8), np.int32)],
+        kv.LayoutError,
+        ("float32", "int32"),
+    ),
 ]
 
 
@@ -508,7 +559,7 @@ def test_torch_tensors() -> None:
         (np.zeros((5, 4, 3, 8), np.float32), kv.ArgumentError, ("2 tensors", "1 given")),
         ((np.zeros((5, 4, 3, 8), np.float32),), kv.ArgumentError, ("2 tensors", "1 given")),
         ((np.zeros((5, 4, 3, 8), np.float32),) * 3, kv.ArgumentError, ("2 tensors", "3 given")),
-        (([np.zeros((5, 4, 3, 8), np.float32)], []), kv.ArgumentError, ("1, 0",)),
+        (([np.zeros((5, 4, 3, 8), np.float32)], []), kv.ArgumentError, ("empty",)),
         (([], []), kv.ArgumentError, ("empty",)),
         ((None, None), kv.ArgumentError, ("NoneType",)),
         ((1, 2), kv.ArgumentError, ("int",)),
@@ -531,12 +582,18 @@ def test_what_is_no_layout() -> None:
     refused(kv.ArgumentError, lambda: kv.Cache(tensor, "B KV N H D", geometry={"num_blocks": 5}), ("geometry", "dict"))
     refused(kv.LayoutError, lambda: kv.Cache(tensor, "B KV N H Q"), ("column 10", "'Q'"))
     refused(kv.LayoutError, lambda: kv.Cache(tensor, "vllm/no-such"), ("'vllm/no-such'",))
-    refused(kv.LayoutError, lambda: kv.Cache([tensor, tensor.copy()], "B KV N H D", geometry=geometry(num_layers=3)), ("2 tensors", "3"))
+    refused(
+        kv.LayoutError,
+        lambda: kv.Cache([tensor, tensor.copy()], "B KV N H D", geometry=geometry(num_layers=3)),
+        ("2 tensors", "3"),
+    )
 
 
 def test_dtype_that_a_carrier_does_not_say() -> None:
     refused(kv.DTypeError, lambda: kv.Cache(np.zeros((5, 2, 4, 3, 8), np.uint16), "B KV N H D"), ("uint16", "geometry"))
-    refused(kv.DTypeError, lambda: kv.Cache(np.zeros((5, 2, 4, 3, 8), np.float16), "B KV N H D bf16"), ("float16", "bf16"))
+    refused(
+        kv.DTypeError, lambda: kv.Cache(np.zeros((5, 2, 4, 3, 8), np.float16), "B KV N H D bf16"), ("float16", "bf16")
+    )
 
 
 # --- Views.
@@ -597,7 +654,9 @@ def test_parts_outside() -> None:
 # --- Sizes.
 
 
-@pytest.mark.parametrize("field", ["num_layers", "num_blocks", "block_size", "num_kv_heads", "head_size", "value_head_size", "k"])
+@pytest.mark.parametrize(
+    "field", ["num_layers", "num_blocks", "block_size", "num_kv_heads", "head_size", "value_head_size", "k"]
+)
 @pytest.mark.parametrize(
     ("value", "kind", "words"),
     [
@@ -688,7 +747,11 @@ def test_stride_orders() -> None:
         "from": "0.25.1",
     }
     for order in [(0, 1, 2, 3, 4, 5), (0, 1, 1, 3, 4), (0, 1, 2, 3), (1, 2, 3, 4, 5), (-1, 1, 2, 3, 4)]:
-        refused(kv.LayoutError, lambda order=order: name_layout(facts | {"stride_order": order}), (str(order), "permutation"))
+        refused(
+            kv.LayoutError,
+            lambda order=order: name_layout(facts | {"stride_order": order}),
+            (str(order), "permutation"),
+        )
 
 
 # --- Tokens.
@@ -722,8 +785,8 @@ WRITES: list[tuple[str, Callable[[np.ndarray, np.ndarray], tuple[Any, ...]], typ
     ("no tensor", lambda k, v: (0, None, v, [0]), kv.ArgumentError, ("key", "NoneType")),
     ("a list", lambda k, v: (0, k.tolist(), v, [0]), kv.ArgumentError, ("key", "list")),
     ("slots of rank 2", lambda k, v: (0, k, v, [[0]]), kv.ArgumentError, ("slot_mapping", "[1, 1]")),
-    ("float slots", lambda k, v: (0, k, v, [0.0]), kv.DTypeError, ("slot_mapping", "float64")),
-    ("bool slots", lambda k, v: (0, k, v, [True]), kv.DTypeError, ("slot_mapping", "bool")),
+    ("float slots", lambda k, v: (0, k, v, [0.0]), kv.DTypeError, ("slot_mapping", "0.0")),
+    ("bool slots", lambda k, v: (0, k, v, [True]), kv.DTypeError, ("slot_mapping", "True")),
     ("negative stride", lambda k, v: (0, k[::-1], v, [0]), kv.ArgumentError, ("key", "negative stride")),
 ]
 
@@ -794,7 +857,9 @@ def test_scales(scale: float) -> None:
     for values in (scale, [scale], [1.0, scale, 1.0], np.array([1, 1, scale], np.float64)):
         refused(
             kv.ArgumentError,
-            lambda values=values: kv.convert_blocks(source.cache(), target.cache(), [(0, 0)], cast=True, scales={"value": values}),
+            lambda values=values: kv.convert_blocks(
+                source.cache(), target.cache(), [(0, 0)], cast=True, scales={"value": values}
+            ),
             ("convert_blocks", "scales", "'value'", "positive"),
             source,
             target,
@@ -845,9 +910,17 @@ def test_scales_and_casts_where_there_is_nothing_to_scale() -> None:
         source,
         half,
     )
-    refused(kv.DTypeError, lambda: kv.convert_blocks(source.cache(), target.cache(), [(0, 0)], scales={"key": 2.0}), ("cast",), source, target)
+    refused(
+        kv.DTypeError,
+        lambda: kv.convert_blocks(source.cache(), target.cache(), [(0, 0)], scales={"key": 2.0}),
+        ("cast",),
+        source,
+        target,
+    )
     for verb in (kv.convert_blocks, kv.swap_blocks):
-        refused(kv.DTypeError, lambda verb=verb: verb(source.cache(), half.cache(), [(0, 0)]), ("f32", "bf16"), source, half)
+        refused(
+            kv.DTypeError, lambda verb=verb: verb(source.cache(), half.cache(), [(0, 0)]), ("f32", "bf16"), source, half
+        )
 
 
 GATHERS: list[tuple[Any, type[kv.Error], tuple[str, ...]]] = [
@@ -855,7 +928,7 @@ GATHERS: list[tuple[Any, type[kv.Error], tuple[str, ...]]] = [
     ([0, -1], kv.BlockIndexError, ("-1", "slots[1]")),
     ([2**31], kv.BlockIndexError, (str(2**31), "20")),
     ([2**63], kv.BlockIndexError, (str(2**63),)),
-    ([1.0], kv.DTypeError, ("float64",)),
+    ([1.0], kv.DTypeError, ("slots", "1.0")),
     ([[1]], kv.ArgumentError, ("[1, 1]",)),
     (None, kv.ArgumentError, ("slots", "None")),
 ]
@@ -866,8 +939,12 @@ def test_gather_and_scatter_slots(slots: Any, kind: type[kv.Error], words: tuple
     target = memory()
     count = len(slots) if isinstance(slots, list) else 1
     out = {p: np.full((1, count, 3, 8), 7, np.float32) for p in ("key", "value")}
-    refused(kind, lambda: kv.gather_tokens(target.cache(), slots, out=out), ("gather_tokens", *words), target, *out.values())
-    refused(kind, lambda: kv.scatter_tokens(target.cache(), slots, out), ("scatter_tokens", *words), target, *out.values())
+    refused(
+        kind, lambda: kv.gather_tokens(target.cache(), slots, out=out), ("gather_tokens", *words), target, *out.values()
+    )
+    refused(
+        kind, lambda: kv.scatter_tokens(target.cache(), slots, out), ("scatter_tokens", *words), target, *out.values()
+    )
 
 
 def test_scatter_slot_twice() -> None:
@@ -885,7 +962,12 @@ READ_ONLY = np.zeros((1, 2, 3, 8), np.float32)
 READ_ONLY.flags.writeable = False
 DENSE: list[tuple[str, Any, type[kv.Error], tuple[str, ...]]] = [
     ("dim", dense(key=np.zeros((1, 2, 3, 7), np.float32)), kv.ArgumentError, ("'key'", "[1, 2, 3, 7]", "[1, 2, 3, 8]")),
-    ("tokens", dense(value=np.zeros((1, 1, 3, 8), np.float32)), kv.ArgumentError, ("'value'", "[1, 1, 3, 8]", "[1, 2, 3, 8]")),
+    (
+        "tokens",
+        dense(value=np.zeros((1, 1, 3, 8), np.float32)),
+        kv.ArgumentError,
+        ("'value'", "[1, 1, 3, 8]", "[1, 2, 3, 8]"),
+    ),
     ("rank", dense(key=np.zeros((2, 3, 8), np.float32)), kv.ArgumentError, ("'key'", "[2, 3, 8]", "[1, 2, 3, 8]")),
     ("strided", dense(key=np.zeros((1, 4, 3, 8), np.float32)[:, ::2]), kv.ArgumentError, ("'key'", "contiguous")),
     ("dtype", dense(key=np.zeros((1, 2, 3, 8), np.float16)), kv.DTypeError, ("'key'", "float16", "f32")),
@@ -906,15 +988,38 @@ def test_dense_planes(planes: Any, kind: type[kv.Error], words: tuple[str, ...])
 def test_dense_planes_that_cannot_be_written() -> None:
     target = memory()
     out = dense(key=READ_ONLY)
-    refused(kv.ArgumentError, lambda: kv.gather_tokens(target.cache(), [0, 1], out=out), ("read-only",), target, *out.values())
+    refused(
+        kv.ArgumentError,
+        lambda: kv.gather_tokens(target.cache(), [0, 1], out=out),
+        ("read-only",),
+        target,
+        *out.values(),
+    )
     kv.scatter_tokens(target.cache(), [0, 1], out)  # a source may be read-only
     both = np.zeros((1, 2, 3, 8), np.float32)
-    refused(kv.ArgumentError, lambda: kv.gather_tokens(target.cache(), [0, 1], out={"key": both, "value": both}), ("share memory",), target)
+    refused(
+        kv.ArgumentError,
+        lambda: kv.gather_tokens(target.cache(), [0, 1], out={"key": both, "value": both}),
+        ("share memory",),
+        target,
+    )
     view = target.cache().key()[None, 0, :2]
-    refused(kv.ArgumentError, lambda: kv.gather_tokens(target.cache(), [0, 1], out=dense(key=view)), ("share memory",), target)
-    refused(kv.ArgumentError, lambda: kv.scatter_tokens(target.cache(), [1, 0], dense(key=view)), ("share memory",), target)
+    refused(
+        kv.ArgumentError,
+        lambda: kv.gather_tokens(target.cache(), [0, 1], out=dense(key=view)),
+        ("share memory",),
+        target,
+    )
+    refused(
+        kv.ArgumentError, lambda: kv.scatter_tokens(target.cache(), [1, 0], dense(key=view)), ("share memory",), target
+    )
     for planes in (None, [1, 2], 3):
-        refused(kv.ArgumentError, lambda planes=planes: kv.scatter_tokens(target.cache(), [0, 1], planes), ("scatter_tokens", "planes"), target)
+        refused(
+            kv.ArgumentError,
+            lambda planes=planes: kv.scatter_tokens(target.cache(), [0, 1], planes),
+            ("scatter_tokens", "planes"),
+            target,
+        )
     refused(kv.ArgumentError, lambda: kv.scatter_tokens(target.cache(), [], {"nope": 1}), ("'nope'", "'key'"), target)
 
 
@@ -943,10 +1048,13 @@ def test_read_only_caches() -> None:
     assert kv.gather_tokens(cache, [3])["value"].shape == (1, 1, 3, 8)
 
 
-@pytest.mark.parametrize("thing", [None, 3, "cache", np.zeros((5, 2, 4, 3, 8), np.float32)], ids=lambda t: type(t).__name__)
+@pytest.mark.parametrize(
+    "thing", [None, 3, "cache", np.zeros((5, 2, 4, 3, 8), np.float32)], ids=lambda t: type(t).__name__
+)
 def test_what_is_no_cache(thing: Any) -> None:
     good = memory()
     key, value = tokens()
+    name = (type(thing).__name__,)
     calls = [
         lambda: kv.copy_blocks(thing, [(0, 1)]),
         lambda: kv.swap_blocks(thing, good.cache(), [(0, 1)]),
@@ -957,17 +1065,19 @@ def test_what_is_no_cache(thing: Any) -> None:
         lambda: kv.gather_tokens(thing, [0]),
         lambda: kv.scatter_tokens(thing, [0, 1], dense()),
         lambda: kv.write_tokens(thing, 0, key, value, [0]),
-        lambda: kv.Plan(thing, good.cache()),
-        lambda: kv.Plan(good.cache().layout, thing),
     ]
     for call in calls:
-        refused(kv.ArgumentError, call, (type(thing).__name__,), good)
+        refused(kv.ArgumentError, call, name, good)
+    refused(kv.ArgumentError, lambda: kv.Plan(thing, good.cache()), ("Plan", "two caches or two layouts"), good)
+    refused(kv.ArgumentError, lambda: kv.Plan(good.layout, thing), ("Plan", "two caches or two layouts"), good)
 
 
 def test_plans() -> None:
     source, target = memory(), memory(seed=2)
     layouts = (source.layout, target.layout)
-    refused(kv.ArgumentError, lambda: kv.Plan(source.cache(), target.layout), ("two caches or two layouts",), source, target)
+    refused(
+        kv.ArgumentError, lambda: kv.Plan(source.cache(), target.layout), ("two caches or two layouts",), source, target
+    )
     refused(kv.ArgumentError, lambda: kv.Plan(*layouts).bind([(0, 1)]).run(), ("no memory",), source, target)
     refused(kv.BlockIndexError, lambda: kv.Plan(*layouts).bind([(0, 5)]), ("5", "num_blocks is 5"))
     refused(kv.ArgumentError, lambda: kv.Plan(*layouts, tokens=(0, 0, 4)).bind([(0, 1)]), ("tokens",))

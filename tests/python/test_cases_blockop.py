@@ -123,12 +123,14 @@ def test_c12_kernel_rows_of_manager_blocks(logical: int, kernel: int, ids: list[
 
 @pytest.mark.parametrize(("logical", "kernel"), [(96, 64), (64, 128), (100, 16), (1, 3)])
 def test_c12_unwhole_ratios_are_errors(logical: int, kernel: int) -> None:
-    with pytest.raises(kv.ArgumentError, match="ratio.*whole") as caught:
+    with pytest.raises(kv.ArgumentError, match=r"ratio.*whole") as caught:
         kv.expand_block_ids([0, 1], logical / kernel)
     assert str(logical / kernel) in str(caught.value)
 
 
-@pytest.mark.parametrize("order", ["B H N KV D", "B KV H N D", "B N H KV D", "KV B H N D", "B H {key: D N, value: N D}"])
+@pytest.mark.parametrize(
+    "order", ["B H N KV D", "B KV H N D", "B N H KV D", "KV B H N D", "B H {key: D N, value: N D}"]
+)
 @pytest.mark.parametrize(("logical", "kernel"), [(16, 4), (8, 4), (12, 4), (4, 4)])
 def test_c12_a_manager_block_is_its_kernel_rows(order: str, logical: int, kernel: int) -> None:
     """Scheduler ids over the tensor of smaller kernel rows: expanded ids, or token sequences, never the ids as rows."""
@@ -176,7 +178,8 @@ def test_c37_destination_ids_count(field_fixture: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sources", "targets"), [(range(7), range(4)), (range(4), range(7)), ([0], []), ([], [0]), (range(2008), range(2016))]
+    ("sources", "targets"),
+    [(range(7), range(4)), (range(4), range(7)), ([0], []), ([], [0]), (range(2008), range(2016))],
 )
 def test_c37_lists_of_different_lengths(sources: object, targets: object) -> None:
     """7 and 4; groups of 16 and 2000 with 2008 ids; nothing is written."""
@@ -238,7 +241,7 @@ def test_c38_sub_block_of_a_larger_block(device: str, host: str, factor: int) ->
 @pytest.mark.parametrize("null", [0, 4, 7])
 @pytest.mark.parametrize("order", ["B KV N H D", "KV B N H D", "B H L KV N D"])
 def test_c40_the_null_block_is_left_out(order: str, null: int) -> None:
-    """The list [0,0,5,6] with null block 0 stores two blocks and says two; the null block is neither read nor written."""
+    """The list [0,0,5,6] with null block 0 stores two blocks and says so; block 0 is neither read nor written."""
     source = oracle.Memory(kv.Layout(order, geometry(8)), 5)
     ids = [null, null, 5, 6]
     pairs = [(s, d) for s, d in zip(ids, [1, 2, 3, 4], strict=True)]

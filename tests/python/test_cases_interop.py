@@ -31,7 +31,7 @@ def test_c19_one_16_bit_type_is_not_the_other() -> None:
     target = np.zeros((1, 2, 1, 1, 8), np.float16)
     cache = kv.Cache(target, "B KV N H D")
     for verb in (kv.convert_blocks, kv.swap_blocks):
-        with pytest.raises(kv.DTypeError, match="bf16.*f16"):
+        with pytest.raises(kv.DTypeError, match=r"bf16.*f16"):
             verb(source, cache, [(0, 0)])
     assert not target.any()
     kv.convert_blocks(source, cache, [(0, 0)], cast=True)
@@ -64,7 +64,7 @@ def test_c19_tokens_of_another_type() -> None:
     """write_tokens quantises into f8 and never turns bf16 into f16."""
     tokens = np.ones((2, 3, 8), ml_dtypes.bfloat16)
     cache = kv.Cache(np.zeros((5, 2, 4, 3, 8), np.float16), "B KV N H D")
-    with pytest.raises(kv.DTypeError, match="bf16.*f16"):
+    with pytest.raises(kv.DTypeError, match=r"bf16.*f16"):
         kv.write_tokens(cache, 0, tokens, tokens.copy(), [0, 1])
     assert not cache.key().any()
 
@@ -108,7 +108,9 @@ def test_c29_the_example(field_fixture: np.ndarray) -> None:
     keys = np.ascontiguousarray(hnd[:, 0])
     target = np.zeros((5, 4, 3, 8), np.int32)
     g = geometry()
-    kv.convert_blocks(kv.Cache(keys, "key: B H N D", geometry=g), kv.Cache(target, "key: B N H D", geometry=g), [(1, 1), (3, 3)])
+    kv.convert_blocks(
+        kv.Cache(keys, "key: B H N D", geometry=g), kv.Cache(target, "key: B N H D", geometry=g), [(1, 1), (3, 3)]
+    )
     np.testing.assert_array_equal(target[[1, 3]], field_fixture[[1, 3], 0])
     assert not target[[0, 2, 4]].any()
 

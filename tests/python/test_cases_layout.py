@@ -121,7 +121,9 @@ def test_c01_control_wrong_kernels(field_fixture: np.ndarray) -> None:
     views = np.zeros_like(field_fixture)
     order = "key: B N H D | value: B N H D"
     kv.swap_blocks(
-        kv.Cache((field_fixture[:, 0], field_fixture[:, 1]), order), kv.Cache((views[:, 0], views[:, 1]), order), [(0, 3)]
+        kv.Cache((field_fixture[:, 0], field_fixture[:, 1]), order),
+        kv.Cache((views[:, 0], views[:, 1]), order),
+        [(0, 3)],
     )
     np.testing.assert_array_equal(views, right)
 
@@ -145,7 +147,9 @@ def test_c02_host_staging_of_one_block(field_fixture: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize(("order", "host"), [*zip(LAYOUTS, LAYOUTS, strict=True), *itertools.permutations(list(LAYOUTS)[:5], 2)])
+@pytest.mark.parametrize(
+    ("order", "host"), [*zip(LAYOUTS, LAYOUTS, strict=True), *itertools.permutations(list(LAYOUTS)[:5], 2)]
+)
 def test_c02_every_block_id_in_every_layout(order: str, host: str, size: tuple[int, int, int, int]) -> None:
     """Each id moves its own block to a host cache and back, whatever the two layouts are."""
     data = numbers(*size)
@@ -252,8 +256,14 @@ def test_c07_permuted_memory_address() -> None:
     reading = kv.detect((2, 7286, 64, 8, 128), strides=strides, num_kv_heads=8, block_size=64)
     assert reading.name == "vllm/flash-attention-hnd"
     assert reading.layout.offset("value", block=2, token=3, head=4, dim=5) == (0, 2 * 477659525)
-    assert kv.layout("vllm/flash-attention-hnd", g).offset("value", block=2, token=3, head=4, dim=5) == (0, 2 * 477659525)
-    assert kv.layout("vllm/flash-attention-nhd", g).offset("value", block=2, token=3, head=4, dim=5) == (0, 2 * 477629957)
+    assert kv.layout("vllm/flash-attention-hnd", g).offset("value", block=2, token=3, head=4, dim=5) == (
+        0,
+        2 * 477659525,
+    )
+    assert kv.layout("vllm/flash-attention-nhd", g).offset("value", block=2, token=3, head=4, dim=5) == (
+        0,
+        2 * 477629957,
+    )
 
 
 @pytest.mark.parametrize("size", [(5, 4, 3, 8), (7, 1, 2, 4), (6, 16, 1, 8), (3, 5, 4, 3)], ids=str)
@@ -292,7 +302,10 @@ def test_c10_zeroing_one_block_of_one_layer() -> None:
     assert wrong[1, 0].all() and not wrong[0, 1].any()
 
 
-@pytest.mark.parametrize("order", ["B L KV N H D", "B H L KV N D", "L B KV N H D", "B KV H L N D", "B L N H KV D", "KV L B N H D", "L H B N KV D"])
+@pytest.mark.parametrize(
+    "order",
+    ["B L KV N H D", "B H L KV N D", "L B KV N H D", "B KV H L N D", "B L N H KV D", "KV L B N H D", "L H B N KV D"],
+)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_c10_zeroing_in_shared_pages(order: str, size: tuple[int, int, int, int]) -> None:
     """One block in all layers, or in one layer's view; every other cell keeps its value, padding included."""
@@ -422,7 +435,7 @@ def test_c34_packed_is_sharded_and_mla_is_not(order: str, heads: int, ranks: int
 
 
 def test_c47_groups_of_different_widths() -> None:
-    """132 bytes of indexer and 576 bf16 of latents a token: each group has its own size, and the count of the report."""
+    """132 bytes of indexer and 576 bf16 of latents a token: each group has its own size; the report's count."""
     g = geometry(1, 256, 1, 576)
     indexer, latent = kv.layout("vllm/mla-indexer", g), kv.layout("vllm/mla", g)
     assert indexer.num_bytes // 256 == 132
@@ -476,7 +489,9 @@ def test_c49_unknown_shapes_are_errors_at_registration(shape: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize("wrong", ["num_blocks", "block_size", "num_kv_heads", "head_size"])
-@pytest.mark.parametrize("row", ["vllm/flashinfer-nhd", "vllm/flash-attention-nhd", "vllm/packed-hnd", "sglang/layer-first"])
+@pytest.mark.parametrize(
+    "row", ["vllm/flashinfer-nhd", "vllm/flash-attention-nhd", "vllm/packed-hnd", "sglang/layer-first"]
+)
 def test_c49_declared_sizes_must_match(row: str, wrong: str) -> None:
     """Detected sizes that are not the declared ones are an error, also where the number of bytes is the same."""
     right = {"num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_size": 32}
@@ -525,12 +540,27 @@ def test_c50_the_second_call_is_the_first(framework: str) -> None:
 def facts(order: tuple[int, ...] | None, backend: str = "FlashInferBackend") -> dict[str, Any]:
     """What a release to 0.25 says of a FlashInfer cache (7 blocks, 16 tokens, 3 heads, dim 32)."""
     args = {"num_blocks": 7, "block_size": 16, "num_kv_heads": 3, "head_size": 32}
-    return {"backend": backend, "args": args, "logical_shape": [7, 2, 16, 3, 32], "stride_order": order, "from": "0.25.1"}
+    return {
+        "backend": backend,
+        "args": args,
+        "logical_shape": [7, 2, 16, 3, 32],
+        "stride_order": order,
+        "from": "0.25.1",
+    }
 
 
 @pytest.mark.parametrize(
     "order",
-    [(0, 1, 2, 3, 4, 5), (0, 1, 1, 3, 4), (0, 1, 2, 3), (0, 1, 2, 3, 5), (-1, 1, 2, 3, 4), (1, 2, 3, 4, 5), (0, 0, 0, 0, 0), ()],
+    [
+        (0, 1, 2, 3, 4, 5),
+        (0, 1, 1, 3, 4),
+        (0, 1, 2, 3),
+        (0, 1, 2, 3, 5),
+        (-1, 1, 2, 3, 4),
+        (1, 2, 3, 4, 5),
+        (0, 0, 0, 0, 0),
+        (),
+    ],
     ids=str,
 )
 def test_c52_stride_order_that_is_no_permutation(order: tuple[int, ...]) -> None:

@@ -88,14 +88,13 @@ def check(got: np.ndarray, expected: np.ndarray) -> None:
 
 def interesting_f32(dst: str) -> np.ndarray:
     """All values of `dst`, the midpoints between neighbours and their f32 neighbours, limits and random bits."""
-    if np.dtype(DTYPES[dst]).itemsize == 4:
-        codes = np.zeros(0, np.float32)
-    else:
-        codes = all_codes(dst).astype(np.float32)
+    codes = all_codes(dst).astype(np.float32)
     finite = np.unique(codes[np.isfinite(codes)])
     middle = ((finite[1:].astype(np.float64) + finite[:-1]) / 2).astype(np.float32)
     close = [np.nextafter(middle, np.float32(np.inf)), np.nextafter(middle, np.float32(-np.inf))]
-    edge = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3.4e38, -3.4e38, 65519.9, 65520, 447.9, 464, 480])
+    edge = np.array(
+        [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3.4e38, -3.4e38, 65519.9, 65520, 447.9, 464, 480]
+    )
     random = np.random.default_rng(7).integers(0, 2**32, 20000, dtype=np.uint32).view(np.float32)
     return np.concatenate([finite, middle, *close, edge.astype(np.float32), -edge.astype(np.float32), random])
 
@@ -166,7 +165,9 @@ def test_ties_go_to_even(dst: str) -> None:
     one = bits(np.ones(1, kind))[0]
     codes = np.array([one, one + 1, one + 2], dtype=BITS[kind.itemsize]).view(kind).astype(np.float32)
     tiny = np.array([1, 2], dtype=BITS[kind.itemsize]).view(kind).astype(np.float32)
-    values = np.array([(codes[0] + codes[1]) / 2, (codes[1] + codes[2]) / 2, tiny[0] / 2, tiny[0] * 1.5], dtype=np.float32)
+    values = np.array(
+        [(codes[0] + codes[1]) / 2, (codes[1] + codes[2]) / 2, tiny[0] / 2, tiny[0] * 1.5], dtype=np.float32
+    )
     assert convert(values, "f32", dst).astype(np.float32).tolist() == [codes[0], codes[2], 0.0, tiny[1]]
 
 
@@ -207,7 +208,9 @@ def caches(src: str, dst: str, heads: int = HEADS) -> tuple[kv.Cache, kv.Cache, 
     rng = np.random.default_rng(11)
     numbers = (rng.normal(size=(2, 3, TOKENS, heads, DIM)) * 5).astype(np.float32).astype(DTYPES[src])
     sizes = {"num_blocks": 3, "block_size": TOKENS, "num_kv_heads": heads, "head_size": DIM}
-    source = kv.Cache(np.ascontiguousarray(numbers.transpose(1, 0, 2, 3, 4)), "B KV N H D", geometry=kv.Geometry(**sizes, dtype=src))
+    source = kv.Cache(
+        np.ascontiguousarray(numbers.transpose(1, 0, 2, 3, 4)), "B KV N H D", geometry=kv.Geometry(**sizes, dtype=src)
+    )
     made = kv.Layout("B H {key: D/4 N D%4, value: D N}", kv.Geometry(**sizes, dtype=dst))
     target = kv.Cache(np.zeros(made.num_bytes // np.dtype(DTYPES[dst]).itemsize, dtype=DTYPES[dst]), made)
     return source, target, numbers
@@ -219,7 +222,9 @@ def planes(cache: kv.Cache) -> tuple[np.ndarray, np.ndarray]:
     return key.reshape(*key.shape[:3], -1), cache.value()
 
 
-@pytest.mark.parametrize(("src", "dst"), [("f32", "f8_e4m3"), ("bf16", "f8_e5m2"), ("f8_e4m3", "bf16"), ("f8_e5m2fnuz", "f16")])
+@pytest.mark.parametrize(
+    ("src", "dst"), [("f32", "f8_e4m3"), ("bf16", "f8_e5m2"), ("f8_e4m3", "bf16"), ("f8_e5m2fnuz", "f16")]
+)
 def test_scales_by_plane(src: str, dst: str) -> None:
     """Key and value have scales of their own; a plane without one has 1."""
     source, target, numbers = caches(src, dst)
@@ -231,12 +236,16 @@ def test_scales_by_plane(src: str, dst: str) -> None:
     check(planes(target)[0][::-1].reshape(-1), want(numbers[0].reshape(-1), dst))
 
 
-@pytest.mark.parametrize(("src", "dst"), [("f32", "f8_e4m3"), ("bf16", "f8_e5m2"), ("f8_e4m3", "bf16"), ("f8_e4m3fnuz", "f32")])
+@pytest.mark.parametrize(
+    ("src", "dst"), [("f32", "f8_e4m3"), ("bf16", "f8_e5m2"), ("f8_e4m3", "bf16"), ("f8_e4m3fnuz", "f32")]
+)
 def test_scales_by_head(src: str, dst: str) -> None:
     """One scale a head of the source, also for a slice of heads; mixing heads up is seen."""
     source, target, numbers = caches(src, dst, heads=4)
     scales = np.array([0.25, 2.0, 0.5, 16.0], dtype=np.float32)
-    kv.convert_blocks(source, target, [(0, 0), (1, 1), (2, 2)], cast=True, scales={"key": scales, "value": scales[::-1]})
+    kv.convert_blocks(
+        source, target, [(0, 0), (1, 1), (2, 2)], cast=True, scales={"key": scales, "value": scales[::-1]}
+    )
     key, value = planes(target)
     check(key.reshape(-1), want(numbers[0], dst, scales[:, None]).reshape(-1))
     check(value.reshape(-1), want(numbers[1], dst, scales[::-1, None]).reshape(-1))
@@ -257,9 +266,9 @@ def test_write_tokens_quantises(src: str, dst: str) -> None:
     key, value = (rng.normal(size=(2, 5, HEADS, DIM)) * 300).astype(DTYPES[src])
     key[0, 0, :4] = [np.inf, -np.inf, np.nan, 0.0]
     cache = kv.Cache(
-        np.zeros((3, 2, TOKENS, HEADS, DIM), DTYPES[dst]), "B KV N H D", geometry=kv.Geometry(
-            num_blocks=3, block_size=TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=dst
-        )
+        np.zeros((3, 2, TOKENS, HEADS, DIM), DTYPES[dst]),
+        "B KV N H D",
+        geometry=kv.Geometry(num_blocks=3, block_size=TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=dst),
     )
     slots = [11, -1, 0, 6]
     kv.write_tokens(cache, 0, key, value, slots, key_scale=0.5, value_scale=4.0)

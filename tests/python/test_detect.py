@@ -56,7 +56,13 @@ def questions(entry: kv.Entry) -> list[tuple[list[tuple[tuple[int, ...], tuple[i
     """Tensors and hints of one row over the grid, its own strides and contiguous ones."""
     out = []
     for layers, blocks, tokens, heads, dim, k, g in GRID:
-        sizes = {"num_layers": layers, "num_blocks": blocks, "block_size": tokens, "num_kv_heads": heads, "head_size": dim}
+        sizes = {
+            "num_layers": layers,
+            "num_blocks": blocks,
+            "block_size": tokens,
+            "num_kv_heads": heads,
+            "head_size": dim,
+        }
         try:
             made = geometry_for(entry, **sizes, k=k, g=g)
             tensors = tensors_of(entry, made)
@@ -111,7 +117,13 @@ def test_grid(entry: kv.Entry) -> None:
 def test_own_tensor_is_among_the_readings(entry: kv.Entry) -> None:
     """With every hint given, a row is among the readings of its own declared shape and strides."""
     for layers, blocks, tokens, heads, dim, k, g in [*GRID, (4, 7, 640, 11, 96, 16, 11), (17, 7, 640, 11, 128, 64, 1)]:
-        sizes = {"num_layers": layers, "num_blocks": blocks, "block_size": tokens, "num_kv_heads": heads, "head_size": dim}
+        sizes = {
+            "num_layers": layers,
+            "num_blocks": blocks,
+            "block_size": tokens,
+            "num_kv_heads": heads,
+            "head_size": dim,
+        }
         made = geometry_for(entry, **sizes, k=k, g=g)
         try:
             layout = kv.layout(entry.name, made)
@@ -150,7 +162,10 @@ def test_tensors_read_as_their_shape(entry: kv.Entry) -> None:
     indices = [(0, made.num_blocks - 1, 3, 0, 5), (0, 0, 15, 0, 31)]
     plane = next(iter(engine.layout.planes))
     assert any(
-        all(starts[r.layout.offset(plane, *i)[0]] + r.layout.offset(plane, *i)[1] == engine.address(plane, i) for i in indices)
+        all(
+            starts[r.layout.offset(plane, *i)[0]] + r.layout.offset(plane, *i)[1] == engine.address(plane, i)
+            for i in indices
+        )
         for r in found
     )
 
@@ -184,7 +199,10 @@ def test_two_blocks(blocks: int, tokens: int, heads: int, dim: int) -> None:
     sizes = {"block_size": tokens, "num_kv_heads": heads}
     blocks_first = kv.detect(shape, **sizes, among=["vllm/flashinfer-nhd"])
     assert blocks_first.layout.offset("key", block=1) == (0, 2 * first)
-    assert kv.detect(shape, **sizes, among=["vllm/flash-attention-nhd"]).layout.offset("key", block=1) == (0, 2 * kv_first)
+    assert kv.detect(shape, **sizes, among=["vllm/flash-attention-nhd"]).layout.offset("key", block=1) == (
+        0,
+        2 * kv_first,
+    )
     # Strides that say which axis is outermost settle it: page-major hybrid memory.
     swapped = (kv_first, first, heads * dim, dim, 1)
     if tokens * heads > 1:
@@ -197,7 +215,12 @@ def test_two_blocks(blocks: int, tokens: int, heads: int, dim: int) -> None:
 def test_two_heads(tokens: int, dim: int) -> None:
     """C04: split K/V and packed content have one shape where there are two heads."""
     shape = (7, tokens, 2, 2 * dim)
-    for hints in ({}, {"num_kv_heads": 2}, {"num_kv_heads": 2, "head_size": dim}, {"num_kv_heads": 2, "block_size": tokens}):
+    for hints in (
+        {},
+        {"num_kv_heads": 2},
+        {"num_kv_heads": 2, "head_size": dim},
+        {"num_kv_heads": 2, "block_size": tokens},
+    ):
         with pytest.raises(kv.AmbiguousLayout):
             kv.detect(shape, **hints)
     found = kv.candidates(shape, num_kv_heads=2, head_size=dim, block_size=tokens)
@@ -219,7 +242,9 @@ def test_three_contracts_of_one_backend(tokens: int, heads: int, dim: int) -> No
     for outer, order in CONTRACTS:
         assert kv.detect((*outer, tokens, heads, dim), **hints).order == order
     strides = (heads * tokens * 2 * dim, tokens * 2 * dim, 2 * dim, 1)
-    packed = kv.detect((3, heads, tokens, 2 * dim), strides=strides, **hints, among=["vllm/packed-nhd", "vllm/packed-hnd"])
+    packed = kv.detect(
+        (3, heads, tokens, 2 * dim), strides=strides, **hints, among=["vllm/packed-nhd", "vllm/packed-hnd"]
+    )
     assert "vllm/packed-hnd" in packed.names
     assert packed.layout.offset("value", token=1) == (0, 2 * 3 * dim)
     with pytest.raises(kv.UnknownLayout, match=rf"\[3, 4, {tokens}, {heads}, {dim}\]"):
@@ -386,8 +411,8 @@ def test_ambiguous_says_everything() -> None:
         assert f"{reading.name} = {reading.order}" in message
         assert f"B={g.num_blocks},N={g.block_size},H={g.num_kv_heads},D={g.head_size}" in message
     assert isinstance(caught.value, (kv.LayoutError, ValueError))
-    # The example elements are true.
-    assert "vllm/flash-attention-nhd = KV B N H D [L=1,B=2,N=16,H=8,D=64,dtype=bf16] puts key(B=1, N=0, H=0, D=0) at byte 16384" in message
+    # The example elements are true: block 1 of the kv-first reading.
+    assert "KV B N H D [L=1,B=2,N=16,H=8,D=64,dtype=bf16] puts key(B=1, N=0, H=0, D=0) at byte 16384" in message
 
 
 def test_unknown_says_everything() -> None:
@@ -447,7 +472,10 @@ def test_a_tensor_has_its_own_strides() -> None:
 
 def test_overlapping_strides_are_no_reading() -> None:
     for strides in [(0, 1536, 96, 32, 1), (10, 1536, 96, 32, 1), (3072, 1536, 32, 32, 1), (2**60, 1536, 96, 32, 1)]:
-        assert kv.candidates((7, 2, 16, 3, 32), strides=strides, num_kv_heads=3, block_size=16) == [] or strides[0] == 2**60
+        assert (
+            kv.candidates((7, 2, 16, 3, 32), strides=strides, num_kv_heads=3, block_size=16) == []
+            or strides[0] == 2**60
+        )
 
 
 def test_no_crash_on_random_questions() -> None:

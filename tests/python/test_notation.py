@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 
 import kvstride as kv
 import oracle
+from trees import Tree, trees
 
 SIZES = {"num_layers": 2, "num_blocks": 3, "block_size": 4, "num_kv_heads": 2, "head_size": 8}
 
@@ -51,7 +50,12 @@ CORNERS = [
     ("B KV N/2 H N%2 D", {}, ("key", 0, 0, 3, 1, 5), (0, 2 * (1 * 32 + 1 * 16 + 1 * 8 + 5))),
     ("B KV N%2 N/2 H D", {}, ("key", 0, 0, 2, 0, 0), (0, 32)),  # digits in any order
     ("B KV N%4/2 H N%2 D", {}, ("key", 0, 0, 3, 1, 5), (0, 2 * (1 * 32 + 1 * 16 + 1 * 8 + 5))),
-    ("B H N%8/2 D N/8 N%2 KV", {"block_size": 16}, ("value", 0, 0, 13, 0, 1), (0, 2 * (2 * 64 + 8 + (1 * 2 + 1) * 2 + 1))),
+    (
+        "B H N%8/2 D N/8 N%2 KV",
+        {"block_size": 16},
+        ("value", 0, 0, 13, 0, 1),
+        (0, 2 * (2 * 64 + 8 + (1 * 2 + 1) * 2 + 1)),
+    ),
     ("B N/k H N%k KV D", {"k": 2}, ("value", 0, 0, 3, 1, 0), (0, 2 * (1 * 64 + 1 * 32 + 1 * 16 + 8))),
     ("B H/g L KV N H%g D", {"num_kv_heads": 4, "g": 2}, ("key", 1, 0, 0, 3, 0), (0, 2 * ((1 * 2 + 1) * 2 * 64 + 8))),
     ("{key: B H D/x N D%x, value: B H D N}", {"head_size": 16}, ("key", 0, 0, 1, 0, 9), (0, 2 * (32 + 8 + 1))),
@@ -88,12 +92,24 @@ DTYPES = [
     ("B KV N H D f32", "f16", {"key": "f32", "value": "f32"}),
     ("B {key: N H D f8_e4m3, value: N H D}", "f16", {"key": "f8_e4m3", "value": "f16"}),
     ("B {key: N H D f8_e5m2, value: N H D} f32", "f16", {"key": "f8_e5m2", "value": "f32"}),
-    ("B N H KV {data: D i8, scale: D[1] f32}", "f16", {k: d for p in ("key", "value") for k, d in ((p, "i8"), (p + "_scale", "f32"))}),
-    ("B N H KV {data: D i8, scale: f32}", "f16", {k: d for p in ("key", "value") for k, d in ((p, "i8"), (p + "_scale", "f32"))}),
+    (
+        "B N H KV {data: D i8, scale: D[1] f32}",
+        "f16",
+        {k: d for p in ("key", "value") for k, d in ((p, "i8"), (p + "_scale", "f32"))},
+    ),
+    (
+        "B N H KV {data: D i8, scale: f32}",
+        "f16",
+        {k: d for p in ("key", "value") for k, d in ((p, "i8"), (p + "_scale", "f32"))},
+    ),
     ("B KV N H D[D/2] f4x2", "bf16", {"key": "f4x2", "value": "f4x2"}),
     ("key: B N H D f8_e4m3fnuz | value: B N H D f8_e5m2fnuz", "bf16", {"key": "f8_e4m3fnuz", "value": "f8_e5m2fnuz"}),
     ("B {index: N D[8] f8_e4m3, index_scale: N D[1] f8_e8m0}", "bf16", {"index": "f8_e4m3", "index_scale": "f8_e8m0"}),
-    ("B {a: N D[2] u8, b: {data: N D[3] i32, b: {data: N D[1], c: N D[1] i8}}} f16", "bf16", {"a": "u8", "b": "i32", "b_b": "f16", "b_b_c": "i8"}),
+    (
+        "B {a: N D[2] u8, b: {data: N D[3] i32, b: {data: N D[1], c: N D[1] i8}}} f16",
+        "bf16",
+        {"a": "u8", "b": "i32", "b_b": "f16", "b_b_c": "i8"},
+    ),
 ]
 
 
@@ -118,7 +134,9 @@ def test_f4x2_counts_bytes() -> None:
 
 def test_value_head_size() -> None:
     """D of planes whose name starts with `value` is value_head_size, their scales' too."""
-    made = layout("B N H {key: {data: D i8, scale: D[1] f32}, value: {data: D i8, scale: D[D/2] f32}}", value_head_size=6)
+    made = layout(
+        "B N H {key: {data: D i8, scale: D[1] f32}, value: {data: D i8, scale: D[D/2] f32}}", value_head_size=6
+    )
     assert {p: made.extents(p)[4] for p in made.planes} == {"key": 8, "key_scale": 1, "value": 6, "value_scale": 3}
     assert layout("B N {values: D, valve: D}", value_head_size=6).extents("values")[4] == 6
     assert layout("B N {values: D, valve: D}", value_head_size=6).extents("valve")[4] == 8
@@ -307,7 +325,11 @@ SAME = [
     ("B KV@128 N H D", "B KV N H D", {}),
     ("B@256 KV N@32 H@16 D@2", "B KV N H D", {}),
     ("H@16 N@32 KV@128 B@256 D", "B KV N H D", {}),
-    ("B N H KV {data: D i8, scale: f32}", "B N H {key: {data: D i8, scale: D[1] f32}, value: {data: D i8, scale: D[1] f32}}", {}),
+    (
+        "B N H KV {data: D i8, scale: f32}",
+        "B N H {key: {data: D i8, scale: D[1] f32}, value: {data: D i8, scale: D[1] f32}}",
+        {},
+    ),
     ("B N {latent: D[6], rope: D[2]}", "B N@16 {rope@12: D[2], latent@0: D[6]}", {}),
     ("B KV N H D f16", "B {key: N H D f16, value: N H D f16}", {}),
     ("B {key: N H D, value: N H D} f16", "B KV N H D f16", {}),
@@ -397,124 +419,6 @@ def test_canonical_text(text: str, sizes: dict[str, int], canonical: str | None)
 
 
 # --- Random layouts, built as a tree that knows its addresses and its text.
-
-
-@dataclass
-class Tree:
-    """Terms (axis, modulus, divisor, is a digit, padding in bytes) around one element or around members."""
-
-    terms: list[tuple[str, int, int, str, int]]
-    members: list[tuple[str, int, Tree]] = field(default_factory=list)  #: name, gap before it in bytes
-    item: int = 2
-    dtype: str = ""
-
-    def size(self) -> int:
-        """Bytes, the last term's padding included."""
-        return self._wrap()[0]
-
-    def _wrap(self) -> tuple[int, list[int]]:
-        size = self.item
-        if self.members:
-            size = sum(gap + body.size() for _, gap, body in self.members)
-        strides = []
-        for _, modulus, divisor, _, padding in reversed(self.terms):
-            strides.append(size + padding)
-            size = (size + padding) * (modulus // divisor)
-        return size, strides[::-1]
-
-    def place(self, path: list[str], index: dict[str, int]) -> int:
-        """Byte of an element of the plane at `path` of member names."""
-        _, strides = self._wrap()
-        at = sum(
-            (index[axis] % modulus) // divisor * stride
-            for (axis, modulus, divisor, _, _), stride in zip(self.terms, strides, strict=True)
-        )
-        for name, gap, body in self.members:
-            at += gap
-            if name == path[0]:
-                return at + body.place(path[1:], index)
-            at += body.size()
-        return at
-
-    def text(self) -> str:
-        """As the notation writes it."""
-        _, strides = self._wrap()
-        words = []
-        for (_, _, _, word, padding), stride in zip(self.terms, strides, strict=True):
-            words.append(word + (f"@{stride}" if padding else ""))
-        if self.members:
-            at, members = 0, []
-            for name, gap, body in self.members:
-                at += gap
-                members.append(f"{name}{f'@{at}' if gap else ''}: {body.text()}")
-                at += body.size()
-            words.append("{" + ", ".join(members) + "}")
-        return " ".join(words + ([self.dtype] if self.dtype else []))
-
-    def planes(self) -> Iterator[list[str]]:
-        """Paths of member names."""
-        if not self.members:
-            yield []
-        for name, _, body in self.members:
-            for path in body.planes():
-                yield [name, *path]
-
-
-LENGTHS = {"L": 2, "B": 3, "N": 4, "H": 2, "D": 8}
-
-
-def split(draw: st.DrawFn, axis: str) -> list[tuple[str, int, int, str]]:
-    """One term, or digits whose lengths multiply to the axis, in any order."""
-    length = LENGTHS[axis]
-    sizes = draw(st.sampled_from([[], [2], [2, 4]])) if axis in "ND" else draw(st.sampled_from([[], [1]]))
-    sizes = [s for s in sizes if length % s == 0]
-    cuts = [1, *sizes, length] if sizes and sizes[0] != 1 else [1, *sizes[1:], length]
-    cuts = sorted(set(cuts))
-    if len(cuts) == 2:
-        return [(axis, length, 1, axis)]
-    out = []
-    for low, high in itertools.pairwise(cuts):
-        modulus = "" if high == length else f"%{high}"
-        divisor = "" if low == 1 else f"/{low}"
-        out.append((axis, high, low, axis + modulus + divisor))
-    return draw(st.permutations(out))
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> Tree:
-    """A random layout of key, value and, at times, scales, with padding and gaps."""
-    padding = st.sampled_from([0, 0, 0, 2, 6, 64])
-    gap = st.sampled_from([0, 0, 0, 4, 36])
-
-    def padded(terms: list[tuple[str, int, int, str]]) -> list[tuple[str, int, int, str, int]]:
-        return [(*term, draw(padding)) for term in terms]
-
-    axes = [a for a in "LBNH" if a != "L" or draw(st.booleans())]
-    outer_axes = draw(st.lists(st.sampled_from(axes), unique=True))
-    outer = [term for axis in outer_axes for term in split(draw, axis)]
-    outer = draw(st.permutations(outer))
-    inner_axes = [a for a in axes if a not in outer_axes] + ["D"]
-    members = []
-    for name in ("key", "value"):
-        inner = [term for axis in inner_axes for term in split(draw, axis)]
-        inner = padded(draw(st.permutations(inner)))
-        if draw(st.booleans()):
-            members.append((name, draw(gap), Tree(inner)))
-            continue
-        at = draw(st.integers(0, len(inner)))
-        scale = [(a, LENGTHS[a], 1, a) for a in inner_axes if a != "D" and all(t[0] != a for t in inner[:at])]
-        if any(t[0] == a[0] for a in scale for t in inner[:at]) or any(t[0] == "D" for t in inner[:at]):
-            members.append((name, draw(gap), Tree(inner)))
-            continue
-        started = {t[0] for t in inner[:at]}
-        if started & {t[0] for t in inner[at:]}:  # an axis that is split around the members
-            members.append((name, draw(gap), Tree(inner)))
-            continue
-        data = Tree(inner[at:], item=1, dtype="i8")
-        scales = Tree([*padded(scale), ("D", 2, 1, "D[2]", 0)], item=4, dtype="f32")
-        pair = [("data", 0, data), ("scale", draw(gap), scales)]
-        members.append((name, draw(gap), Tree(inner[:at], pair)))
-    return Tree(padded(outer), members)
 
 
 @settings(max_examples=150, deadline=None)

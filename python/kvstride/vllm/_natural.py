@@ -11,10 +11,11 @@ import kvstride
 def natural_view(tensor: Any, layout: kvstride.Layout) -> Any:
     """A view of `tensor`'s memory (torch or numpy; a tuple for layouts of several tensors) with the natural shape and
     strides of `layout`, which must start at the tensor's first element."""
+    shape: Any = layout.shape
+    strides: Any = layout.strides
     if isinstance(tensor, tuple):
-        pairs = zip(tensor, layout.shape, layout.strides, strict=True)
-        return tuple(_view(part, shape, strides) for part, shape, strides in pairs)
-    return _view(tensor, layout.shape, layout.strides)
+        return tuple(_view(*part) for part in zip(tensor, shape, strides, strict=True))
+    return _view(tensor, shape, strides)
 
 
 def _view(tensor: Any, shape: Any, strides: Any) -> Any:

@@ -152,8 +152,8 @@ def variant_of(backend_class: type, impl: Any = None) -> str | None:
 
 
 def _split_variant(backend_class: type, impl: Any) -> str | None:
-    """What `VLLM_V1_USE_PREFILL_DECODE_ATTENTION` does to a class whose implementation reads it (Triton 0.9.0 to 0.10.2,
-    ROCm 0.11.0); x-split for one that knows no other way (Triton 0.8.5)."""
+    """What `VLLM_V1_USE_PREFILL_DECODE_ATTENTION` does to a class whose implementation reads it (Triton 0.9.0 to
+    0.10.2, ROCm 0.11.0); x-split for one that knows no other way (Triton 0.8.5)."""
     forced = getattr(impl, "force_prefill_decode_attn", None)
     if forced is None:
         made = backend_class.get_impl_cls()  # type: ignore[attr-defined]
