@@ -23,6 +23,7 @@ export PATH := $(CURDIR)/$(DEV)/bin:$(PATH)
 # What needs an installed vLLM; the rest is quick.
 ENGINE_TESTS := $(addprefix tests/python/,test_engine_writes.py test_vllm_backends.py)
 QUICK_TESTS := $(filter-out $(ENGINE_TESTS),$(wildcard tests/python/test_*.py))
+RANDOM_TESTS = $(shell grep -l hypothesis $(QUICK_TESTS))
 CXX_FILES := $(shell find include src cli python/src tests fuzz benchmarks examples -name '*.cpp' -o -name '*.h')
 PY_DIRS := python tests examples scripts
 WHEEL_FILES := $(shell find include src cli cmake python -type f -not -name '*.pyc' -not -name '_core*') \
@@ -86,15 +87,17 @@ ctest: $(DEV)/.tools
 	ctest --preset release
 
 check: ctest $(DEV)/.kvstride ## The everyday loop: build what changed, C++ tests, quick Python tests
-	@$(DEV)/bin/python -m pytest -q $(QUICK_TESTS)
+	@$(DEV)/bin/python -m pytest -q -n auto $(QUICK_TESTS)
 
 test: ctest $(ENGINE)/.kvstride ## All tests, those on an installed vLLM included
-	@KVSTRIDE_REQUIRE_VLLM=1 $(ENGINE)/bin/python -m pytest tests/python
+	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH" KVSTRIDE_REQUIRE_VLLM=1
+	python -m pytest tests/python
 
 test-long: test ## What is too long for every day: older vLLM releases, more random cases, ten minutes of fuzzing a target
-	@$(ENGINE)/bin/python tests/python/old_releases.py
-	KVSTRIDE_LONG_TESTS=1 ctest --preset release
-	KVSTRIDE_LONG_TESTS=1 $(ENGINE)/bin/python -m pytest $(QUICK_TESTS)
+	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH"
+	python tests/python/old_releases.py
+	for seed in 1 2 3 4 5 6 7 8; do python -m pytest -q --hypothesis-seed=$$seed $(RANDOM_TESTS); done
+	$(MAKE) asan tsan
 	$(MAKE) fuzz FUZZ_SECONDS=600
 
 asan tsan: $(DEV)/.tools ## The C++ tests under AddressSanitizer and UBSan, or ThreadSanitizer

@@ -149,6 +149,7 @@ std::vector<Interval> regions_of(const Layout& layout, const Part& part, std::in
 /// How many bytes of a plane follow each other before more than its innermost mode changes.
 std::int64_t fineness(const Plane& plane, const std::vector<Mode>& modes) {
   if (modes.empty()) return item_size(plane.dtype);
+  if (modes.front().stride > item_size(plane.dtype)) return modes.front().stride;  // something else lies between
   // A digit of two, as in AMX tiles, is one thing with the next one.
   const Mode& mode = modes.front().extent > 2 || modes.size() == 1 ? modes.front() : modes[1];
   return mode.stride * mode.extent;

@@ -25,6 +25,7 @@ constexpr double kWidth = 1240;     // of the whole picture, about
 constexpr double kGap = 18;         // between panels
 constexpr double kCharacter = 6.2;  // width at the font size of labels
 constexpr double kTitleCharacter = 10.6;
+constexpr double kThinnest = 1;     // piece that is drawn on its own
 constexpr double kNarrowest = 560;  // of the whole picture, for its title
 
 /// Light to dark, by index; L B N H D.
@@ -338,9 +339,13 @@ class Drawing {
   }
 
   void draw_line(const Line& line, const Panel& panel, double y) {
+    double drawn = panel.x;  // right end of what is drawn
     for (const Piece& piece : pieces_of(line, panel)) {
-      const double x = panel.x + scaled(piece.begin - line.begin);
-      const double width = std::max(scaled(piece.length), piece.plane < 0 ? 2.0 : 0.0);
+      const double right = panel.x + scaled(piece.begin - line.begin + piece.length);
+      if (right < drawn + kThinnest && piece.plane >= 0) continue;  // the next piece covers it
+      const double x = drawn;
+      const double width = std::max(right - x, piece.plane < 0 ? 2.0 : 0.0);
+      drawn = right;
       std::string fill = plane_fill(piece.plane);
       std::string label;
       bool light = false;

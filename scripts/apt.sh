@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Installs the packages of apt-packages.txt that this machine lacks. Without root it says which they are.
+# Installs the packages of apt-packages.txt that this machine lacks, as root or with sudo; else it says which they are.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,14 +11,19 @@ for package in "${wanted[@]}"; do
   [[ $state == installed ]] || missing+=("$package")
 done
 if ((${#missing[@]} == 0)); then exit 0; fi
+as_root=()
 if ((EUID != 0)); then
-  echo "scripts/apt.sh: not root; please run: apt-get install ${missing[*]}" >&2
-  exit 1
+  if ! command -v sudo > /dev/null || ! { [[ -t 0 ]] || sudo -n true 2> /dev/null; }; then
+    echo "scripts/apt.sh: not root; please run: apt-get install ${missing[*]}" >&2
+    exit 1
+  fi
+  as_root=(sudo --preserve-env=DEBIAN_FRONTEND)
 fi
 
 echo "scripts/apt.sh: installing ${missing[*]}"
 export DEBIAN_FRONTEND=noninteractive
 install() {
-  apt-get update -qq && apt-get install -qq --yes --no-install-recommends "${missing[@]}"
+  "${as_root[@]}" apt-get update -qq
+  "${as_root[@]}" apt-get install -qq --yes --no-install-recommends "${missing[@]}"
 }
-install > /dev/null || { sleep 10; install; }
+(install > /dev/null) || { sleep 10; install; }
