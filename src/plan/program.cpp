@@ -5,11 +5,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <numeric>
 
 #include "cpu/copy.h"
+#include "cpu/pool.h"
 #include "kvstride/error.h"
+#include "kvstride/threads.h"
 #include "layout/internal.h"
 
 namespace kvstride::plan {
@@ -539,21 +542,76 @@ void Program::check_memory() const {
   throw Error(ErrorCode::kArgument, fmt::format("{}: source and destination share memory: a byte that is read is also written", verb_));
 }
 
-void Program::run() const {
-  const bool stream = streams();
+namespace {
+
+/// Bytes [begin, end) of all that a program writes, as seen from one group of copies.
+struct Part {
+  std::int64_t begin;
+  std::int64_t end;
+
+  /// The share of `count` pieces of `size` bytes from `at` on that starts in this part. Neighbouring parts agree.
+  std::pair<std::int64_t, std::int64_t> of(std::int64_t at, std::int64_t count, std::int64_t size) const {
+    const auto cut = [&](std::int64_t edge) { return std::clamp<std::int64_t>((edge - at + size - 1) / size, 0, count); };
+    return {begin <= at ? 0 : cut(begin), end <= at ? 0 : cut(end)};
+  }
+};
+
+}  // namespace
+
+void Program::run_part(std::int64_t begin, std::int64_t end, bool stream) const {
+  constexpr std::int64_t kLine = 64;
+  const Part part{begin, end};
+  std::int64_t at = 0;
   for (const Nest& nest : nests_) {
-    for_each_copy(nest, options_.merge, [stream](Side src, Side dst, const Loop* loops, std::size_t num, const Strand& strand,
-                                           std::int64_t run) {
+    for_each_copy(nest, options_.merge, [&](Side src, Side dst, const Loop* loops, std::size_t num, const Strand& strand,
+                                            std::int64_t run) {
+      const std::int64_t start = at;
+      const std::int64_t bytes = iterations(loops, num) * run;
+      at += bytes;
+      if (at <= begin || start >= end) return;
       const auto* from = reinterpret_cast<const std::byte*>(src.byte);
       auto* to = reinterpret_cast<std::byte*>(dst.byte);
+      if (strand.cast.active && num == 0) {
+        if (part.of(start, 1, run).second > part.of(start, 1, run).first) cpu::cast(to, from, loops, num, strand.cast);
+        return;
+      }
+      if (num == 0) {
+        const auto [first, last] = part.of(start, (run + kLine - 1) / kLine, kLine);
+        const std::int64_t low = first * kLine;
+        const std::int64_t high = std::min(run, last * kLine);
+        if (high > low) cpu::copy(to + low, from + low, loops, num, high - low, stream);
+        return;
+      }
+      const auto [first, last] = part.of(start, loops[0].extent, bytes / loops[0].extent);
+      if (last <= first) return;
+      std::array<Loop, 32> mine;
+      std::vector<Loop> many;
+      Loop* copy = mine.data();
+      if (num > mine.size()) {
+        many.resize(num);
+        copy = many.data();
+      }
+      std::copy(loops, loops + num, copy);
+      copy[0].extent = last - first;
+      from += first * loops[0].src;
+      to += first * loops[0].dst;
       if (strand.cast.active) {
-        cpu::cast(to, from, loops, num, strand.cast);
+        cpu::cast(to, from, copy, num, strand.cast);
       } else {
-        cpu::copy(to, from, loops, num, run, stream);
+        cpu::copy(to, from, copy, num, run, stream);
       }
     });
   }
   if (stream) cpu::fence();
+}
+
+void Program::run() const {
+  constexpr std::int64_t kShare = std::int64_t{1} << 19;  // bytes below which a thread is not worth waking
+  const std::int64_t bytes = num_bytes();
+  const bool stream = streams();
+  const auto threads = static_cast<int>(std::min<std::int64_t>(num_threads(), std::max<std::int64_t>(bytes / kShare, 1)));
+  if (threads == 1) return run_part(0, bytes, stream);
+  cpu::parallel_for(threads, [&](int i) { run_part(bytes * i / threads, bytes * (i + 1) / threads, stream); });
 }
 
 }  // namespace kvstride::plan

@@ -137,6 +137,7 @@ class Program {
   void add(std::int64_t tokens, std::int64_t src_slot, std::int64_t dst_slot);
   void check_block(const char* what, std::size_t at, std::int64_t id, const Layout& layout, const char* side) const;
   void clear();
+  void run_part(std::int64_t begin, std::int64_t end, bool stream) const;
 
   const char* verb_;
   std::optional<Layout> own_src_;
