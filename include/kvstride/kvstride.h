@@ -12,4 +12,5 @@
 #include "kvstride/order.h"
 #include "kvstride/plan.h"
 #include "kvstride/registry.h"
+#include "kvstride/threads.h"
 #include "kvstride/version.h"

@@ -28,7 +28,7 @@ void run_entry(const Nest& nest, const Entry& entry) {
     for (const plan::Base& base : strand.bases) {
       cpu::copy(reinterpret_cast<std::byte*>(base.dst.byte + dst),
                 reinterpret_cast<const std::byte*>(base.src.byte + src), strand.loops.data(), strand.loops.size(),
-                strand.run);
+                strand.run, false);
     }
   }
 }

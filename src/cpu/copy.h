@@ -8,8 +8,12 @@
 
 namespace kvstride::cpu {
 
-/// For every index of the loops (outermost first): `run` bytes from src to dst. The two do not overlap.
-void copy(std::byte* dst, const std::byte* src, const plan::Loop* loops, std::size_t num_loops, std::int64_t run);
+/// For every index of the loops (outermost first): `run` bytes from src to dst. The two do not overlap. `stream`:
+/// write past the caches where whole lines are written; then call fence() before anyone else reads.
+void copy(std::byte* dst, const std::byte* src, const plan::Loop* loops, std::size_t num_loops, std::int64_t run,
+          bool stream);
+/// Orders streamed stores before what follows.
+void fence();
 /// The same for single elements whose values are converted.
 void cast(std::byte* dst, const std::byte* src, const plan::Loop* loops, std::size_t num_loops, const plan::Cast& cast);
 /// Zeroes `run` bytes at dst for every index of the loops (their src is not used).

@@ -5,10 +5,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
+#include <cstdlib>
 #include <numeric>
 
 #include "cpu/copy.h"
+#include "cpu/pool.h"
 #include "kvstride/error.h"
+#include "kvstride/threads.h"
 #include "layout/internal.h"
 
 namespace kvstride::plan {
@@ -23,6 +27,12 @@ bool is_f8(DType dtype) {
 std::int64_t period_of(const Plane& plane) {
   const std::vector<Mode> modes = plane.merged(Axis::kToken);
   return modes.empty() ? 1 : modes.front().divisor;
+}
+
+std::int64_t iterations(const Loop* loops, std::size_t num_loops) {
+  std::int64_t out = 1;
+  for (std::size_t i = 0; i < num_loops; ++i) out *= loops[i].extent;
+  return out;
 }
 
 std::vector<Mode> with_axis(const Plane& plane, Axis axis) { return plane.merged(axis); }
@@ -257,6 +267,10 @@ void Program::build_strands(Nest& nest) const {
     }
   }
   nest.strands = join_strands(std::move(strands));
+  for (const Strand& strand : nest.strands) {
+    nest.entry_bytes += iterations(strand.loops.data(), strand.loops.size()) * strand.run *
+                        static_cast<std::int64_t>(strand.bases.size());
+  }
 }
 
 Nest& Program::nest_for(std::int64_t tokens, std::int64_t src_token, std::int64_t dst_token) {
@@ -265,7 +279,7 @@ Nest& Program::nest_for(std::int64_t tokens, std::int64_t src_token, std::int64_
   for (auto nest = nests_.rbegin(); nest != nests_.rend(); ++nest) {
     if (nest->tokens == tokens && nest->src_phase == src_phase && nest->dst_phase == dst_phase) return *nest;
   }
-  nests_.push_back({tokens, src_phase, dst_phase, {}, {}});
+  nests_.push_back({tokens, src_phase, dst_phase, {}, {}, 0});
   build_strands(nests_.back());
   return nests_.back();
 }
@@ -399,16 +413,6 @@ void Program::bind_slots(std::span<const std::int64_t> src_slots, std::span<cons
   for (std::size_t i = 0; i < src_slots.size(); ++i) add(1, src_slots[i], dst_slots[i]);
 }
 
-namespace {
-
-std::int64_t iterations(const Loop* loops, std::size_t num_loops) {
-  std::int64_t out = 1;
-  for (std::size_t i = 0; i < num_loops; ++i) out *= loops[i].extent;
-  return out;
-}
-
-}  // namespace
-
 std::map<std::int64_t, std::int64_t> Program::sizes() const {
   std::map<std::int64_t, std::int64_t> out;
   for (const Nest& nest : nests_) {
@@ -427,8 +431,16 @@ std::int64_t Program::num_copies() const {
 
 std::int64_t Program::num_bytes() const {
   std::int64_t out = 0;
-  for (const auto& [size, count] : sizes()) out += size * count;
+  for (const Nest& nest : nests_) out += nest.entry_bytes * static_cast<std::int64_t>(nest.entries.size());
   return out;
+}
+
+bool Program::streams() const {
+  static const std::int64_t threshold = [] {
+    const char* given = std::getenv("KVSTRIDE_STREAM_BYTES");
+    return given != nullptr ? std::atoll(given) : std::int64_t{4} << 20;
+  }();
+  return num_bytes() >= threshold;
 }
 
 namespace {
@@ -530,19 +542,76 @@ void Program::check_memory() const {
   throw Error(ErrorCode::kArgument, fmt::format("{}: source and destination share memory: a byte that is read is also written", verb_));
 }
 
-void Program::run() const {
+namespace {
+
+/// Bytes [begin, end) of all that a program writes, as seen from one group of copies.
+struct Part {
+  std::int64_t begin;
+  std::int64_t end;
+
+  /// The share of `count` pieces of `size` bytes from `at` on that starts in this part. Neighbouring parts agree.
+  std::pair<std::int64_t, std::int64_t> of(std::int64_t at, std::int64_t count, std::int64_t size) const {
+    const auto cut = [&](std::int64_t edge) { return std::clamp<std::int64_t>((edge - at + size - 1) / size, 0, count); };
+    return {begin <= at ? 0 : cut(begin), end <= at ? 0 : cut(end)};
+  }
+};
+
+}  // namespace
+
+void Program::run_part(std::int64_t begin, std::int64_t end, bool stream) const {
+  constexpr std::int64_t kLine = 64;
+  const Part part{begin, end};
+  std::int64_t at = 0;
   for (const Nest& nest : nests_) {
-    for_each_copy(nest, options_.merge, [](Side src, Side dst, const Loop* loops, std::size_t num, const Strand& strand,
-                                           std::int64_t run) {
+    for_each_copy(nest, options_.merge, [&](Side src, Side dst, const Loop* loops, std::size_t num, const Strand& strand,
+                                            std::int64_t run) {
+      const std::int64_t start = at;
+      const std::int64_t bytes = iterations(loops, num) * run;
+      at += bytes;
+      if (at <= begin || start >= end) return;
       const auto* from = reinterpret_cast<const std::byte*>(src.byte);
       auto* to = reinterpret_cast<std::byte*>(dst.byte);
+      if (strand.cast.active && num == 0) {
+        if (part.of(start, 1, run).second > part.of(start, 1, run).first) cpu::cast(to, from, loops, num, strand.cast);
+        return;
+      }
+      if (num == 0) {
+        const auto [first, last] = part.of(start, (run + kLine - 1) / kLine, kLine);
+        const std::int64_t low = first * kLine;
+        const std::int64_t high = std::min(run, last * kLine);
+        if (high > low) cpu::copy(to + low, from + low, loops, num, high - low, stream);
+        return;
+      }
+      const auto [first, last] = part.of(start, loops[0].extent, bytes / loops[0].extent);
+      if (last <= first) return;
+      std::array<Loop, 32> mine;
+      std::vector<Loop> many;
+      Loop* copy = mine.data();
+      if (num > mine.size()) {
+        many.resize(num);
+        copy = many.data();
+      }
+      std::copy(loops, loops + num, copy);
+      copy[0].extent = last - first;
+      from += first * loops[0].src;
+      to += first * loops[0].dst;
       if (strand.cast.active) {
-        cpu::cast(to, from, loops, num, strand.cast);
+        cpu::cast(to, from, copy, num, strand.cast);
       } else {
-        cpu::copy(to, from, loops, num, run);
+        cpu::copy(to, from, copy, num, run, stream);
       }
     });
   }
+  if (stream) cpu::fence();
+}
+
+void Program::run() const {
+  constexpr std::int64_t kShare = std::int64_t{1} << 19;  // bytes below which a thread is not worth waking
+  const std::int64_t bytes = num_bytes();
+  const bool stream = streams();
+  const auto threads = static_cast<int>(std::min<std::int64_t>(num_threads(), std::max<std::int64_t>(bytes / kShare, 1)));
+  if (threads == 1) return run_part(0, bytes, stream);
+  cpu::parallel_for(threads, [&](int i) { run_part(bytes * i / threads, bytes * (i + 1) / threads, stream); });
 }
 
 }  // namespace kvstride::plan

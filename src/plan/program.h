@@ -76,6 +76,7 @@ struct Nest {
   std::int64_t dst_phase;
   std::vector<Strand> strands;
   std::vector<Entry> entries;
+  std::int64_t entry_bytes = 0;  ///< that one entry writes
 };
 
 /// One plane on both sides, with everything that does not depend on tokens.
@@ -117,6 +118,8 @@ class Program {
   std::int64_t num_copies() const;
   std::int64_t num_bytes() const;
   std::map<std::int64_t, std::int64_t> sizes() const;
+  /// Whether so much is written that it should go past the caches.
+  bool streams() const;
 
   /// Throws where bytes that are read meet bytes that are written, or the destination is read-only.
   void check_memory() const;
@@ -134,6 +137,7 @@ class Program {
   void add(std::int64_t tokens, std::int64_t src_slot, std::int64_t dst_slot);
   void check_block(const char* what, std::size_t at, std::int64_t id, const Layout& layout, const char* side) const;
   void clear();
+  void run_part(std::int64_t begin, std::int64_t end, bool stream) const;
 
   const char* verb_;
   std::optional<Layout> own_src_;

@@ -104,6 +104,36 @@ void coalesce(std::vector<Loop>& loops, std::int64_t& run, bool join) {
   }
 }
 
+namespace {
+
+/// Bases at equal distances (planes, layers) become a loop; again for what is left.
+void fold_bases(Strand& strand) {
+  std::vector<Base>& bases = strand.bases;
+  while (bases.size() > 1) {
+    const std::int64_t src = bases[1].src.byte - bases[0].src.byte;
+    const std::int64_t dst = bases[1].dst.byte - bases[0].dst.byte;
+    const auto follows = [&](std::size_t i) {
+      return bases[i].src.tensor == bases[i - 1].src.tensor && bases[i].dst.tensor == bases[i - 1].dst.tensor &&
+             bases[i].src.byte - bases[i - 1].src.byte == src && bases[i].dst.byte - bases[i - 1].dst.byte == dst;
+    };
+    std::size_t length = 1;
+    while (length < bases.size() && follows(length)) ++length;
+    if (length == 1 || bases.size() % length != 0 || src <= 0) return;
+    std::vector<Base> heads;
+    for (std::size_t i = 0; i < bases.size(); ++i) {
+      if (i % length == 0) {
+        heads.push_back(bases[i]);
+      } else if (!follows(i)) {
+        return;
+      }
+    }
+    strand.loops.push_back({static_cast<std::int64_t>(length), src, dst});
+    bases = std::move(heads);
+  }
+}
+
+}  // namespace
+
 std::vector<Strand> join_strands(std::vector<Strand> strands) {
   for (bool again = true; again;) {
     again = false;
@@ -160,6 +190,10 @@ std::vector<Strand> join_strands(std::vector<Strand> strands) {
       }
     }
     strands = std::move(next);
+  }
+  for (Strand& strand : strands) {
+    fold_bases(strand);
+    coalesce(strand.loops, strand.run, !strand.cast.active);
   }
   return strands;
 }

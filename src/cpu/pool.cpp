@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+// A small pool of threads that wait for work.
+#include "cpu/pool.h"
+
+#include <fmt/format.h>
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "kvstride/error.h"
+#include "kvstride/threads.h"
+
+namespace kvstride {
+namespace {
+
+constexpr int kMaxThreads = 1024;
+
+int default_threads() {
+  if (const char* given = std::getenv("KVSTRIDE_NUM_THREADS")) {
+    const int threads = std::atoi(given);
+    if (threads >= 1 && threads <= kMaxThreads) return threads;
+  }
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+std::atomic<int> chosen{0};
+
+}  // namespace
+
+int num_threads() {
+  const int given = chosen.load(std::memory_order_relaxed);
+  static const int fallback = default_threads();
+  return given > 0 ? given : fallback;
+}
+
+void set_num_threads(int threads) {
+  if (threads < 0 || threads > kMaxThreads) {
+    throw Error(ErrorCode::kArgument, fmt::format("set_num_threads: {} is not from 0 to {}", threads, kMaxThreads));
+  }
+  chosen.store(threads, std::memory_order_relaxed);
+}
+
+namespace cpu {
+namespace {
+
+/// One job at a time; workers take indices until none is left.
+class Pool {
+ public:
+  void run(int count, const std::function<void(int)>& work) {
+    {
+      const std::lock_guard lock(mutex_);
+      while (static_cast<int>(workers_) < count - 1) {
+        std::thread(&Pool::wait_for_work, this).detach();
+        ++workers_;
+      }
+      work_ = &work;
+      next_ = 0;
+      count_ = count;
+      left_ = count;
+      ++job_;
+    }
+    ready_.notify_all();
+    take();
+    std::unique_lock lock(mutex_);
+    done_.wait(lock, [this] { return left_ == 0; });
+    work_ = nullptr;
+  }
+
+ private:
+  /// Runs indices of the current job; each is taken under the lock, so that none is taken after the job ended.
+  void take() {
+    std::unique_lock lock(mutex_);
+    while (work_ != nullptr && next_ < count_) {
+      const int index = next_++;
+      const auto* work = work_;
+      lock.unlock();
+      (*work)(index);
+      lock.lock();
+      if (--left_ == 0) done_.notify_all();
+    }
+  }
+
+  void wait_for_work() {
+    long seen = 0;
+    while (true) {
+      {
+        std::unique_lock lock(mutex_);
+        ready_.wait(lock, [&] { return job_ != seen; });
+        seen = job_;
+      }
+      take();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable ready_;
+  std::condition_variable done_;
+  const std::function<void(int)>* work_ = nullptr;
+  int next_ = 0;
+  int count_ = 0;
+  int left_ = 0;
+  long job_ = 0;
+  int workers_ = 0;
+};
+
+/// Never destroyed: its threads wait until the process ends. A forked child has none of them and starts anew.
+std::atomic<Pool*> pool{nullptr};
+std::atomic<bool> busy{false};
+
+void forget() {
+  pool.store(nullptr);
+  busy.store(false);
+}
+
+}  // namespace
+
+void parallel_for(int count, const std::function<void(int)>& work) {
+  if (count > 1 && !busy.exchange(true, std::memory_order_acquire)) {
+    Pool* mine = pool.load();
+    if (mine == nullptr) {
+      static const int at_fork = pthread_atfork(nullptr, nullptr, forget);
+      (void)at_fork;
+      mine = new Pool;
+      pool.store(mine);
+    }
+    mine->run(count, work);
+    busy.store(false, std::memory_order_release);
+    return;
+  }
+  for (int i = 0; i < count; ++i) work(i);
+}
+
+}  // namespace cpu
+}  // namespace kvstride
