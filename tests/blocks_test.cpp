@@ -97,7 +97,9 @@ TEST(Blocks, SwapNeedsOneOrder) {
   Memory dst(Layout("B@300 KV N H D", more));
   EXPECT_EQ(swap_blocks(src.cache(), dst.cache(), std::vector<Pair>{{1, 8}}), 1);
   Memory other(Layout("KV B N H D", more));
-  EXPECT_EQ(thrown([&] { swap_blocks(src.cache(), other.cache(), std::vector<Pair>{{1, 8}}); }).code,
+  EXPECT_EQ(thrown([&] {
+              swap_blocks(src.cache(), other.cache(), std::vector<Pair>{{1, 8}});
+            }).code,
             static_cast<int>(ErrorCode::kLayout));
   Memory hnd(Layout("B KV H N D", g));
   EXPECT_THROW(swap_blocks(src.cache(), hnd.cache(), std::vector<Pair>{{1, 4}}), Error);
@@ -130,8 +132,27 @@ TEST(Blocks, MemoryThatMeetsIsRefusedAndInterleavedMemoryIsNot) {
   const Cache c({big.data() + 128}, layer);
   EXPECT_NE(thrown([&] { swap_blocks(a, c, std::vector<Pair>{{0, 0}}); }).what.find("share memory"), std::string::npos);
   EXPECT_NO_THROW(swap_blocks(a, c, std::vector<Pair>{{0, 3}}));
-  EXPECT_NE(thrown([&] { convert_blocks(a, a, std::vector<Pair>{{0, 1}, {1, 2}}); }).what.find("share memory"),
+  EXPECT_NE(thrown([&] {
+              convert_blocks(a, a, std::vector<Pair>{{0, 1}, {1, 2}});
+            }).what.find("share memory"),
             std::string::npos);
+}
+
+TEST(Blocks, MemoryThatMeetsIsSeenThroughInvertedSplits) {
+  // A head range that cuts an inverted split steps backwards through the destination.
+  Geometry g;
+  g.num_kv_heads = 4;
+  g.head_size = 2;
+  g.dtype = DType::kU8;
+  std::vector<std::byte> memory(40);
+  const Cache src({memory.data()}, Layout("B KV N H D", g));
+  const Cache dst({memory.data() + 3}, Layout("B KV H%2 H/2 N D", g));
+  const auto before = memory;
+  const auto error = thrown([&] {
+    convert_blocks(src, dst, std::vector<Pair>{{0, 0}}, {.heads = RangePair{0, 1, 2}});
+  });
+  EXPECT_NE(error.what.find("share memory"), std::string::npos) << error.what;
+  EXPECT_EQ(memory, before);
 }
 
 TEST(Blocks, RawPlanesMoveWhole) {
@@ -161,6 +182,7 @@ TEST(Blocks, ExpandBlockIds) {
   const std::vector<std::int64_t> ids{3, 0};
   EXPECT_EQ(expand_block_ids(ids, 2), (std::vector<std::int64_t>{6, 7, 0, 1}));
   EXPECT_THROW(expand_block_ids(ids, 0), Error);
+  EXPECT_THROW(expand_block_ids(std::vector<std::int64_t>(65536, 0), std::int64_t{1} << 48), Error);
   EXPECT_THROW(expand_block_ids(std::vector<std::int64_t>{-1}, 2), Error);
 }
 

@@ -33,7 +33,9 @@ TEST(Detect, C03TwoBlocksAreAmbiguous) {
 
 TEST(Detect, C04TwoHeadsPackedOrSplit) {
   EXPECT_EQ(thrown([] { detect({{{7, 16, 2, 256}, {}, 0}}, {}); }).code, static_cast<int>(ErrorCode::kAmbiguous));
-  EXPECT_EQ(thrown([] { detect({{{7, 16, 2, 256}, {}, 0}}, {.num_kv_heads = 2}); }).code,
+  EXPECT_EQ(thrown([] {
+              detect({{{7, 16, 2, 256}, {}, 0}}, {.num_kv_heads = 2});
+            }).code,
             static_cast<int>(ErrorCode::kAmbiguous));
 }
 
@@ -55,7 +57,9 @@ TEST(Detect, StridesDecide) {
   const Reading padded = detect({{logical, {4096, 1536, 96, 32, 1}, 0}}, known);
   EXPECT_EQ(padded.layout.offset("value", {0, 2, 0, 0, 0}).byte, 2 * (2 * 4096 + 1536));
   // Overlapping rows are nothing.
-  EXPECT_EQ(thrown([&] { detect({{logical, {3000, 1536, 96, 32, 1}, 0}}, known); }).code,
+  EXPECT_EQ(thrown([&] {
+              detect({{logical, {3000, 1536, 96, 32, 1}, 0}}, known);
+            }).code,
             static_cast<int>(ErrorCode::kUnknown));
 }
 

@@ -14,7 +14,8 @@ using test::random_order;
 using test::small_geometry;
 using test::thrown;
 
-Geometry geometry(std::int64_t blocks, std::int64_t tokens, std::int64_t heads, std::int64_t dim, std::int64_t layers = 1) {
+Geometry geometry(std::int64_t blocks, std::int64_t tokens, std::int64_t heads, std::int64_t dim,
+                  std::int64_t layers = 1) {
   Geometry out;
   out.num_layers = layers;
   out.num_blocks = blocks;
@@ -34,9 +35,11 @@ struct Known {
 };
 
 const Known kKnown[] = {
-    {"KV B N H D", [](std::int64_t s, const Index& i) { return (((s * NB + i[1]) * BS + i[2]) * H + i[3]) * D + i[4]; }},
+    {"KV B N H D",
+     [](std::int64_t s, const Index& i) { return (((s * NB + i[1]) * BS + i[2]) * H + i[3]) * D + i[4]; }},
     {"B KV H N D", [](std::int64_t s, const Index& i) { return (((2 * i[1] + s) * H + i[3]) * BS + i[2]) * D + i[4]; }},
-    {"B N H KV D", [](std::int64_t s, const Index& i) { return ((i[1] * BS + i[2]) * H + i[3]) * 2 * D + s * D + i[4]; }},
+    {"B N H KV D",
+     [](std::int64_t s, const Index& i) { return ((i[1] * BS + i[2]) * H + i[3]) * 2 * D + s * D + i[4]; }},
     {"{key: B H D/x N D%x, value: B H D N}",
      [](std::int64_t s, const Index& i) {
        const std::int64_t block = (s * NB + i[1]) * H * D * BS + i[3] * D * BS;
@@ -104,13 +107,16 @@ TEST(Layout, CanonicalText) {
   EXPECT_EQ(Layout("B KV@4000 N H D", g).str(), "B[7] KV@4000 N[16] H[3] D[32]");
   EXPECT_EQ(Layout("B KV@3072 N H D", g).str(), "B[7] KV N[16] H[3] D[32]");
   EXPECT_EQ(Layout("B KV N/4 N%4 H D/8 D%8", g).str(), "B[7] KV N[16] H[3] D[32]");
-  EXPECT_EQ(Layout("B H {key: D/x N D%x, value: D N}", g).str(), "B[7] H[3] {key: D/8[32] N[16] D%8, value: D[32] N[16]}");
+  EXPECT_EQ(Layout("B H {key: D/x N D%x, value: D N}", g).str(),
+            "B[7] H[3] {key: D/8[32] N[16] D%8, value: D[32] N[16]}");
 }
 
 TEST(Layout, SizesAndErrors) {
   const Geometry g = geometry(7, 16, 3, 32);
-  EXPECT_EQ(Layout("B N {latent: D[512] f8_e4m3, latent_scale: D[4] f32, rope: D[64] bf16}", g).num_bytes(), 7 * 16 * 656);
-  EXPECT_EQ(Layout("B N@584 {latent: D[448] f8_e4m3, rope: D[64] bf16, latent_scale: D[7] f8_e8m0}", g).num_bytes(), 7 * 16 * 584);
+  EXPECT_EQ(Layout("B N {latent: D[512] f8_e4m3, latent_scale: D[4] f32, rope: D[64] bf16}", g).num_bytes(),
+            7 * 16 * 656);
+  EXPECT_EQ(Layout("B N@584 {latent: D[448] f8_e4m3, rope: D[64] bf16, latent_scale: D[7] f8_e8m0}", g).num_bytes(),
+            7 * 16 * 584);
   const auto says = [&](const char* text, const char* part) {
     const auto error = thrown([&] { Layout(text, g); });
     EXPECT_NE(error.what.find(part), std::string::npos) << text << ": " << error.what;
@@ -142,9 +148,12 @@ TEST(Layout, InterleavedStridesAreNoOverlap) {
   EXPECT_EQ(layout, Layout("B KV D", g));
   EXPECT_EQ(layout.num_bytes(), 16 + 4 * 32);
   // Steps of 3 and of 2 elements that never meet, though neither spans the other.
+  g.num_blocks = 2;
   g.block_size = 2;
-  EXPECT_NO_THROW(Layout("key: B[2]@6 N@4 D[1]", g));
-  EXPECT_THROW(Layout("key: B[2]@8 N@4 D[3]", g), Error);
+  EXPECT_NO_THROW(Layout("key: B@6 N@4 D[1]", g));
+  EXPECT_THROW(Layout("key: B@8 N@4 D[3]", g), Error);
+  // Ids go to the geometry's end, so L and B have its lengths.
+  EXPECT_THROW(Layout("B[1] KV N H D", g), Error);
 }
 
 TEST(Layout, LayersAreTensorsWhereTheOrderHasNoL) {

@@ -45,7 +45,8 @@ TEST(Notation, ErrorsPointAtTheColumn) {
 }
 
 TEST(Notation, PrintsAsWritten) {
-  for (const char* text : {"B KV N H D", "  B   {key: H D/x N D%x,value: H D N} ", "LBHNC", "key: N H D|value: H D N"}) {
+  for (const char* text :
+       {"B KV N H D", "  B   {key: H D/x N D%x,value: H D N} ", "LBHNC", "key: N H D|value: H D N"}) {
     EXPECT_EQ(Order::parse(text).text(), text);
   }
 }

@@ -4,7 +4,15 @@
 
 #include <gtest/gtest.h>
 
+#include <ostream>
+#include <string>
+
 namespace kvstride::cpu {
+
+void PrintTo(const Format& format, std::ostream* out) {
+  *out << format.bits << " bits, " << format.mantissa << " of mantissa";
+}
+
 namespace {
 
 class Formats : public testing::TestWithParam<Format> {};
@@ -44,7 +52,12 @@ TEST_P(Formats, BeyondTheLargest) {
   EXPECT_EQ(decode(format, encode(format, format.max)), format.max);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Formats, testing::Values(kF16, kE4M3, kE5M2, kE4M3Fnuz, kE5M2Fnuz));
+std::string format_name(const testing::TestParamInfo<Format>& info) {
+  const char* names[] = {"f16", "f8_e4m3", "f8_e5m2", "f8_e4m3fnuz", "f8_e5m2fnuz"};
+  return names[info.index];
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Formats, testing::Values(kF16, kE4M3, kE5M2, kE4M3Fnuz, kE5M2Fnuz), format_name);
 
 TEST(Bf16, RoundsToNearestEven) {
   EXPECT_EQ(to_bf16(1.0F), 0x3F80);

@@ -21,7 +21,8 @@ struct Memory {
   explicit Memory(Layout l, std::uint32_t seed = 0) : layout(std::move(l)) {
     std::mt19937 random(seed);
     for (std::int64_t t = 0; t < layout.num_tensors(); ++t) {
-      std::vector<std::byte> buffer(static_cast<std::size_t>(layout.part_bytes(t % layout.num_parts())), std::byte{0xA5});
+      std::vector<std::byte> buffer(static_cast<std::size_t>(layout.part_bytes(t % layout.num_parts())),
+                                    std::byte{0xA5});
       if (seed != 0) {
         for (std::byte& byte : buffer) byte = static_cast<std::byte>(random());
       }

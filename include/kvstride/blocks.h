@@ -6,9 +6,11 @@
 // the planes' own bytes change, never padding. Functions may run at once on different blocks.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "kvstride/cache.h"
 #include "kvstride/plan.h"
@@ -34,8 +36,7 @@ void convert_tokens(const Cache& src, const Cache& dst, std::span<const std::int
                     std::span<const std::int64_t> dst_blocks, RangePair tokens, const PlanOptions& options = {});
 
 /// Zeroes every byte of the planes of these blocks, padding untouched. An id given twice is an error.
-void zero_blocks(const Cache& cache, std::span<const std::int64_t> ids,
-                 std::optional<std::int64_t> null_block = {});
+void zero_blocks(const Cache& cache, std::span<const std::int64_t> ids, std::optional<std::int64_t> null_block = {});
 
 /// Tokens by slot (block × block_size + token) into dense tensors `[layer, token, head, dim]`, one a plane:
 /// `dense` has the order `plane: L B H D | …` with num_blocks = number of slots and block_size 1. Slots may repeat.
@@ -59,7 +60,7 @@ void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key
                   std::span<const std::int64_t> slot_mapping, float key_scale = 1.0F, float value_scale = 1.0F);
 
 /// Kernel block ids of manager block ids: b → b × ratio … b × ratio + ratio − 1. Throws Error(kArgument) for a
-/// ratio below 1 or negative ids.
+/// ratio below 1 or more than 2^31 results, Error(kBlockIndex) for negative ids.
 std::vector<std::int64_t> expand_block_ids(std::span<const std::int64_t> ids, std::int64_t ratio);
 
 }  // namespace kvstride

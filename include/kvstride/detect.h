@@ -53,8 +53,7 @@ std::vector<Reading> candidates(const std::vector<TensorShape>& parts, const Hin
 
 /// The one reading. Throws Error(kAmbiguous) with each reading and an element whose address differs, or
 /// Error(kUnknown) with the shape and what came closest.
-Reading detect(const std::vector<TensorShape>& parts, const Hints& hints,
-               const std::vector<std::string>& among = {});
+Reading detect(const std::vector<TensorShape>& parts, const Hints& hints, const std::vector<std::string>& among = {});
 
 /// An element at which two readings give different addresses.
 struct Example {

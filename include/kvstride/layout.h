@@ -27,11 +27,11 @@ struct Mode {
 struct Plane {
   std::string name;
   DType dtype;
-  int part = 0;            ///< which tensor of a layer
-  std::int64_t base = 0;   ///< byte of element (0, 0, 0, 0, 0)
-  std::vector<Mode> modes; ///< outermost first, as the order has them
+  int part = 0;             ///< which tensor of a layer
+  std::int64_t base = 0;    ///< byte of element (0, 0, 0, 0, 0)
+  std::vector<Mode> modes;  ///< outermost first, as the order has them
   std::array<std::int64_t, kNumAxes> extents{1, 1, 1, 1, 1};
-  bool has_head = false;   ///< the order gives it an H, of whatever length: a sharded plane
+  bool has_head = false;  ///< the order gives it an H, of whatever length: a sharded plane
 
   std::int64_t extent(Axis axis) const { return extents[static_cast<std::size_t>(axis)]; }
   /// Planes without H are replicated over tensor-parallel ranks, but `state…` planes are raw.

@@ -19,8 +19,8 @@ using Size = std::variant<std::int64_t, std::string>;
 /// `[E]`: the length of the axis for this term: a size, or another axis' length divided by an integer.
 struct Extent {
   Size size = std::int64_t{0};
-  std::optional<Axis> axis;    ///< `[D/16]`: axis D ...
-  std::int64_t divisor = 1;    ///< ... divided by 16
+  std::optional<Axis> axis;  ///< `[D/16]`: axis D ...
+  std::int64_t divisor = 1;  ///< ... divided by 16
 };
 
 /// One term: index of the axis → ((i % modulus) / divisor) × stride.

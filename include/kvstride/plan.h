@@ -48,8 +48,9 @@ namespace plan {
 class Program;
 }
 
-/// Copies of blocks from one layout to another. Building checks everything that does not depend on block ids;
-/// bind() checks the ids. Building and binding throw Error; nothing is written by them.
+/// Copies of blocks from one layout to another. One thread at a time may bind or run a plan. Building checks everything
+/// that does not depend on block ids; bind() checks the ids. Building and binding throw Error; nothing is written by
+/// them.
 class Plan {
  public:
   /// Planes must have the same names, token, head and dim lengths (head lengths may differ with `heads`).
@@ -75,6 +76,8 @@ class Plan {
   std::int64_t num_bytes() const;
   std::map<std::int64_t, std::int64_t> sizes() const;
 
+  /// Throws what run() would throw, and moves nothing.
+  void check() const;
   /// Moves the bytes. Throws Error(kArgument) for a plan of layouts without memory, read-only destinations, or
   /// where a byte that is read meets a byte that is written.
   void run();

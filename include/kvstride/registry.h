@@ -18,7 +18,7 @@ struct Entry {
   std::string_view backends;  ///< comma separated
   std::string_view first;     ///< first and last release, `""` where the table has no bound
   std::string_view last;
-  std::string_view source;    ///< where the rule comes from
+  std::string_view source;  ///< where the rule comes from
   std::string_view note;
 };
 

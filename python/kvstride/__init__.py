@@ -5,7 +5,7 @@ Describe a layout (`Layout`), name or detect one (`layout`, `detect`, `registry`
 keys and values through zero-copy views, and copy, swap and convert blocks between any two layouts.
 """
 
-from ._core import Entry, Geometry, Layout, Reading, layout, registry, version
+from ._core import Entry, Geometry, Layout, Reading, layout, num_threads, registry, set_num_threads, version
 from .blocks import (
     convert_blocks,
     copy_blocks,
@@ -58,9 +58,11 @@ __all__ = [
     "expand_block_ids",
     "gather_tokens",
     "layout",
+    "num_threads",
     "probe",
     "registry",
     "scatter_tokens",
+    "set_num_threads",
     "swap_blocks",
     "write_tokens",
     "zero_blocks",

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ._tensor import is_torch
 from .errors import ArgumentError, BlockIndexError, DTypeError
 
 _MIN, _MAX = -(2**63), 2**63 - 1
@@ -69,7 +70,7 @@ def to_scale(value: Any, what: str) -> float:
 
 def _to_floats(value: Any, what: str) -> list[float]:
     try:
-        array = np.asarray(value)
+        array = np.asarray(value.detach().float() if is_torch(value) else value)
     except (TypeError, ValueError):
         array = np.asarray(None)
     if array.dtype.kind not in "fiu" and array.dtype.name not in ("bfloat16",):

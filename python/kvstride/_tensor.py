@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads memory, shape and dtype off numpy arrays, torch tensors and DLPack exporters; makes views of the same memory."""
+"""Memory, shape and dtype of numpy arrays, torch tensors and DLPack exporters; views of the same memory."""
 
 from __future__ import annotations
 
@@ -143,6 +143,13 @@ def _info(
     if dtype is None and name not in CARRIERS:
         raise DTypeError(f"{what}: dtype {name} is none of {', '.join(_NUMPY)}, or uint16 for bf16")
     return TensorInfo(address, tuple(shape), strides, item, dtype, name, read_only, owner)
+
+
+def address_of(owner: Any) -> int:
+    """Where the memory of a tensor lies now."""
+    if isinstance(owner, np.ndarray):
+        return int(owner.__array_interface__["data"][0])
+    return int(owner.data_ptr())
 
 
 class _Memory:

@@ -31,12 +31,10 @@ def core_of(cache: Any, what: str) -> _core.Cache:
     """The library's cache of a `Cache`. Raises ArgumentError for anything else."""
     if not isinstance(cache, Cache):
         raise ArgumentError(f"{what} is {type(cache).__name__}, expected a kvstride.Cache")
-    return cache._core
+    return cache.core()
 
 
-def copy_blocks(
-    cache: Cache, pairs: Any, *, layers: Layers | None = None, null_block: int | None = None
-) -> int:
+def copy_blocks(cache: Cache, pairs: Any, *, layers: Layers | None = None, null_block: int | None = None) -> int:
     """Copy blocks inside one cache: all planes, all layers or a range of them.
 
     `pairs` are (source, destination) block ids; (b, b) does nothing, chains and cycles are allowed. Pairs that name
@@ -251,4 +249,3 @@ def write_tokens(
             raise DTypeError(f"write_tokens: {name} is {info.dtype_name}, the cache holds {plane}")
         args += [info.address, dtype, info.shape, info.strides]
     _core.write_tokens(core, to_int(layer, "write_tokens: layer"), *args, slots, *scales)
-

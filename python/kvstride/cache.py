@@ -7,12 +7,12 @@ from typing import Any
 
 from . import _core
 from ._core import Geometry, Layout
-from ._tensor import TensorInfo, inspect, is_tensor, view
+from ._tensor import TensorInfo, address_of, inspect, is_tensor, view
 from .errors import ArgumentError, DTypeError, LayoutError
 
 
 class Cache:
-    """Memory with a layout. Nothing is copied; the tensors are kept alive.
+    """Memory with a layout. Nothing is copied; the tensors are kept alive. Safe to share between threads.
 
     `tensors` is one tensor, a list of one tensor a layer, or, for orders of several tensors (`key: … | value: …`), a
     tuple of (key, value) where each is a tensor or a list of one a layer. `layout` is a registry name, an order or a
@@ -47,6 +47,13 @@ class Cache:
         self._core = _core.Cache([t.address for t in self.tensors], bound, any(t.read_only for t in self.tensors))
         self._layout = bound
 
+    def core(self) -> _core.Cache:
+        """The library's cache. Raises ArgumentError where a tensor's memory was moved or freed since."""
+        for i, info in enumerate(self.tensors):
+            if address_of(info.owner) != info.address:
+                raise ArgumentError(f"Cache: the memory of tensor {i} was moved or freed after the Cache was made")
+        return self._core
+
     @property
     def layout(self) -> Layout:
         """The layout, with the tensors' own strides."""
@@ -72,6 +79,7 @@ class Cache:
         return self._view(name, layer, True)
 
     def _view(self, name: str, layer: int, allow_split: bool) -> Any:
+        self.core()
         dtype, tensor, offset, shape, strides = _core.plane_view(self._layout, name, layer, allow_split)
         return view(self.tensors[tensor], offset, dtype, shape, strides)
 
@@ -150,7 +158,9 @@ def _check_dtypes(layout: Layout, infos: list[list[TensorInfo]], given: bool) ->
         info = column[0]
         dtypes = {dtype for plane, dtype in layout.planes.items() if layout.part(plane) == part}
         if info.dtype is None and not given and _depends_on_default(layout):
-            raise DTypeError(f"Cache: a {info.dtype_name} tensor does not say its dtype; give geometry=Geometry(dtype=…)")
+            raise DTypeError(
+                f"Cache: a {info.dtype_name} tensor does not say its dtype; give geometry=Geometry(dtype=…)"
+            )
         if not info.carrier and dtypes != {info.dtype}:
             raise DTypeError(
                 f"Cache: the tensor is {info.dtype_name}, the layout '{layout}' holds {', '.join(sorted(dtypes))}"

@@ -71,9 +71,20 @@ class Plan:
         """Size of a copy in bytes -> number of copies of that size."""
         return dict(self._core.sizes)
 
+    def check(self) -> None:
+        """Raise what `run` would raise, and move nothing."""
+        self._check_alive()
+        self._core.check()
+
     def run(self) -> None:
         """Move the bytes. Raises ArgumentError for a plan of layouts and where read and written bytes meet."""
+        self._check_alive()
         self._core.run()
+
+    def _check_alive(self) -> None:
+        for end in self._keep:
+            if isinstance(end, Cache):
+                end.core()
 
 
 class _Layouts:

@@ -29,13 +29,14 @@ PlanOptions to_options(const std::optional<Span3>& heads, const std::optional<Sp
 
 void bind_blocks(nb::module_& m) {
   nb::class_<Cache>(m, "Cache")
-      .def("__init__",
-           [](Cache* self, const std::vector<std::uintptr_t>& addresses, const Layout& layout, bool read_only) {
-             std::vector<std::byte*> tensors;
-             for (const std::uintptr_t address : addresses) tensors.push_back(reinterpret_cast<std::byte*>(address));
-             new (self) Cache(std::move(tensors), layout, read_only);
-           },
-           nb::arg("addresses"), nb::arg("layout"), nb::arg("read_only"))
+      .def(
+          "__init__",
+          [](Cache* self, const std::vector<std::uintptr_t>& addresses, const Layout& layout, bool read_only) {
+            std::vector<std::byte*> tensors;
+            for (const std::uintptr_t address : addresses) tensors.push_back(reinterpret_cast<std::byte*>(address));
+            new (self) Cache(std::move(tensors), layout, read_only);
+          },
+          nb::arg("addresses"), nb::arg("layout"), nb::arg("read_only"))
       .def_prop_ro("layout", &Cache::layout)
       .def_prop_ro("read_only", &Cache::read_only);
 
@@ -51,37 +52,39 @@ void bind_blocks(nb::module_& m) {
       "(dtype, tensor, byte offset, shape, strides in elements) of a plane's view.");
 
   nb::class_<Plan>(m, "Plan")
-      .def("__init__",
-           [](Plan* self, const Cache& src, const Cache& dst, const std::optional<Span3>& heads,
-              const std::optional<Span2>& layers, bool cast, const Scales& scales) {
-             new (self) Plan(src, dst, to_options(heads, layers, cast, scales));
-           },
-           nb::arg("src"), nb::arg("dst"), nb::arg("heads").none(), nb::arg("layers").none(), nb::arg("cast"),
-           nb::arg("scales"))
-      .def("__init__",
-           [](Plan* self, const Layout& src, const Layout& dst, const std::optional<Span3>& heads,
-              const std::optional<Span2>& layers, bool cast, const Scales& scales) {
-             new (self) Plan(src, dst, to_options(heads, layers, cast, scales));
-           },
-           nb::arg("src"), nb::arg("dst"), nb::arg("heads").none(), nb::arg("layers").none(), nb::arg("cast"),
-           nb::arg("scales"))
-      .def("bind", [](Plan& self, const IdPairs& pairs) { self.bind(to_pairs(pairs)); }, nb::arg("pairs"),
-           nb::call_guard<nb::gil_scoped_release>())
-      .def("bind_tokens",
-           [](Plan& self, const Ids& src, const Ids& dst, const Span3& tokens) {
-             self.bind_tokens(to_span(src), to_span(dst), *to_range_pair(tokens));
-           },
-           nb::arg("src_blocks"), nb::arg("dst_blocks"), nb::arg("tokens"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "__init__",
+          [](Plan* self, const Cache& src, const Cache& dst, const std::optional<Span3>& heads,
+             const std::optional<Span2>& layers, bool cast,
+             const Scales& scales) { new (self) Plan(src, dst, to_options(heads, layers, cast, scales)); },
+          nb::arg("src"), nb::arg("dst"), nb::arg("heads").none(), nb::arg("layers").none(), nb::arg("cast"),
+          nb::arg("scales"))
+      .def(
+          "__init__",
+          [](Plan* self, const Layout& src, const Layout& dst, const std::optional<Span3>& heads,
+             const std::optional<Span2>& layers, bool cast,
+             const Scales& scales) { new (self) Plan(src, dst, to_options(heads, layers, cast, scales)); },
+          nb::arg("src"), nb::arg("dst"), nb::arg("heads").none(), nb::arg("layers").none(), nb::arg("cast"),
+          nb::arg("scales"))
+      .def(
+          "bind", [](Plan& self, const IdPairs& pairs) { self.bind(to_pairs(pairs)); }, nb::arg("pairs"),
+          nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "bind_tokens",
+          [](Plan& self, const Ids& src, const Ids& dst, const Span3& tokens) {
+            self.bind_tokens(to_span(src), to_span(dst), *to_range_pair(tokens));
+          },
+          nb::arg("src_blocks"), nb::arg("dst_blocks"), nb::arg("tokens"), nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("num_copies", &Plan::num_copies)
       .def_prop_ro("num_bytes", &Plan::num_bytes)
       .def_prop_ro("sizes", &Plan::sizes)
+      .def("check", &Plan::check, nb::call_guard<nb::gil_scoped_release>())
       .def("run", &Plan::run, nb::call_guard<nb::gil_scoped_release>());
 
   m.def(
       "copy_blocks",
-      [](const Cache& cache, const IdPairs& pairs, const std::optional<Span2>& layers, std::optional<std::int64_t> null) {
-        return copy_blocks(cache, to_pairs(pairs), to_range(layers), null);
-      },
+      [](const Cache& cache, const IdPairs& pairs, const std::optional<Span2>& layers,
+         std::optional<std::int64_t> null) { return copy_blocks(cache, to_pairs(pairs), to_range(layers), null); },
       nb::arg("cache"), nb::arg("pairs"), nb::arg("layers").none(), nb::arg("null_block").none(),
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
@@ -110,7 +113,9 @@ void bind_blocks(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "zero_blocks",
-      [](const Cache& cache, const Ids& ids, std::optional<std::int64_t> null) { zero_blocks(cache, to_span(ids), null); },
+      [](const Cache& cache, const Ids& ids, std::optional<std::int64_t> null) {
+        zero_blocks(cache, to_span(ids), null);
+      },
       nb::arg("cache"), nb::arg("ids"), nb::arg("null_block").none(), nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "gather_tokens",
@@ -128,13 +133,18 @@ void bind_blocks(nb::module_& m) {
          std::uintptr_t value, const std::string& value_dtype, const std::array<std::int64_t, 3>& value_shape,
          const std::array<std::int64_t, 3>& value_strides, const Ids& slots, float key_scale, float value_scale) {
         const TokenTensor k{reinterpret_cast<const std::byte*>(key), to_dtype(key_dtype), key_shape, key_strides};
-        const TokenTensor v{reinterpret_cast<const std::byte*>(value), to_dtype(value_dtype), value_shape, value_strides};
+        const TokenTensor v{reinterpret_cast<const std::byte*>(value), to_dtype(value_dtype), value_shape,
+                            value_strides};
         const nb::gil_scoped_release release;
         write_tokens(cache, layer, k, v, to_span(slots), key_scale, value_scale);
       },
       nb::arg("cache"), nb::arg("layer"), nb::arg("key"), nb::arg("key_dtype"), nb::arg("key_shape"),
       nb::arg("key_strides"), nb::arg("value"), nb::arg("value_dtype"), nb::arg("value_shape"),
       nb::arg("value_strides"), nb::arg("slots"), nb::arg("key_scale"), nb::arg("value_scale"));
+  m.def("num_threads", &num_threads, "Threads that large calls are split over.");
+  m.def("set_num_threads", &set_num_threads, nb::arg("threads"),
+        "Set them for calls that start later; 0 goes back to the default (KVSTRIDE_NUM_THREADS, or the process's "
+        "cores).");
   m.def(
       "expand_block_ids", [](const Ids& ids, std::int64_t ratio) { return expand_block_ids(to_span(ids), ratio); },
       nb::arg("ids"), nb::arg("ratio"));

@@ -64,7 +64,8 @@ void bind_detect(nb::module_& m) {
          const std::optional<std::string>& dtype, std::int64_t tensors_per_part) {
         return bind_layout(name, to_shapes(parts), to_hints(sizes, dtype), tensors_per_part);
       },
-      nb::arg("name_or_order"), nb::arg("parts"), nb::arg("sizes"), nb::arg("dtype").none(), nb::arg("tensors_per_part"));
+      nb::arg("name_or_order"), nb::arg("parts"), nb::arg("sizes"), nb::arg("dtype").none(),
+      nb::arg("tensors_per_part"));
   m.def(
       "differing_element",
       [](const Layout& a, const Layout& b) -> nb::object {

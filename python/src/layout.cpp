@@ -68,8 +68,9 @@ void bind_layouts(nb::module_& m) {
             check_geometry(out);
             new (self) Geometry(std::move(out));
           },
-          nb::kw_only(), nb::arg("num_layers").none() = 1, nb::arg("num_blocks").none(), nb::arg("block_size").none(),
-          nb::arg("num_kv_heads").none(), nb::arg("head_size").none(), nb::arg("value_head_size").none() = nb::none(),
+          nb::kw_only(), nb::arg("num_layers").none() = 1, nb::arg("num_blocks").none() = nb::none(),
+          nb::arg("block_size").none() = nb::none(), nb::arg("num_kv_heads").none() = nb::none(),
+          nb::arg("head_size").none() = nb::none(), nb::arg("value_head_size").none() = nb::none(),
           nb::arg("dtype").none() = "bf16", nb::arg("symbols"))
       .def_ro("num_layers", &Geometry::num_layers)
       .def_ro("num_blocks", &Geometry::num_blocks)
@@ -79,7 +80,8 @@ void bind_layouts(nb::module_& m) {
       .def_ro("value_head_size", &Geometry::value_head_size)
       .def_prop_ro("dtype", [](const Geometry& g) { return std::string(name_of(g.dtype)); })
       .def_ro("symbols", &Geometry::symbols)
-      .def("__eq__", [](const Geometry& a, const Geometry& b) { return a == b; }, nb::is_operator())
+      .def(
+          "__eq__", [](const Geometry& a, const Geometry& b) { return a == b; }, nb::is_operator())
       .def("__hash__", [](const Geometry& g) { return nb::hash(nb::str(to_string(g).c_str())); })
       .def("__repr__", [](const Geometry& g) { return "Geometry(" + to_string(g) + ")"; });
 
@@ -94,8 +96,8 @@ void bind_layouts(nb::module_& m) {
             Index index{};
             const nb::object given[] = {layer, block, token, head, dim};
             for (std::size_t a = 0; a < kNumAxes; ++a) {
-              index[a] = to_int64(given[a], std::string("offset: ") + word_of(static_cast<Axis>(a)), ErrorCode::kBlockIndex,
-                                  "does not fit int64");
+              index[a] = to_int64(given[a], std::string("offset: ") + word_of(static_cast<Axis>(a)),
+                                  ErrorCode::kBlockIndex, "does not fit int64");
             }
             const Location at = self.offset(plane, index);
             return std::pair(at.tensor, at.byte);
@@ -112,17 +114,20 @@ void bind_layouts(nb::module_& m) {
             return out;
           },
           "Plane name -> dtype.")
-      .def_prop_ro("order", [](const Layout& self) { return self.order().text(); }, "The order as written.")
+      .def_prop_ro(
+          "order", [](const Layout& self) { return self.order().text(); }, "The order as written.")
       .def_prop_ro("geometry", &Layout::geometry)
       .def_prop_ro("num_bytes", &Layout::num_bytes, "Bytes of one tensor (of the largest, where they differ).")
       .def_prop_ro("num_tensors", &Layout::num_tensors)
       .def_prop_ro("num_parts", &Layout::num_parts, "Tensors of one layer.")
       .def("part_bytes", &Layout::part_bytes, nb::arg("part"), "Bytes of tensor `part` of a layer.")
       .def_prop_ro("layered", &Layout::layered, "One tensor holds all layers.")
-      .def_prop_ro("shape", [](const Layout& self) { return per_part(self, &Layout::shape); },
-                   "Natural shape: one dimension a term, KV as 2; a tuple of shapes for several tensors.")
-      .def_prop_ro("strides", [](const Layout& self) { return per_part(self, &Layout::strides); },
-                   "Strides of the natural shape, in elements.")
+      .def_prop_ro(
+          "shape", [](const Layout& self) { return per_part(self, &Layout::shape); },
+          "Natural shape: one dimension a term, KV as 2; a tuple of shapes for several tensors.")
+      .def_prop_ro(
+          "strides", [](const Layout& self) { return per_part(self, &Layout::strides); },
+          "Strides of the natural shape, in elements.")
       .def(
           "extents",
           [](const Layout& self, std::string_view plane) {
@@ -141,20 +146,24 @@ void bind_layouts(nb::module_& m) {
             return out;
           },
           nb::arg("plane"), "[(axis, modulus, divisor, extent, byte stride)] of a plane, outermost first.")
-      .def("part", [](const Layout& self, std::string_view plane) { return self.plane(plane).part; }, nb::arg("plane"),
-           "Which of a layer's tensors holds the plane.")
-      .def("has_head", [](const Layout& self, std::string_view plane) { return self.plane(plane).has_head; },
-           nb::arg("plane"), "Whether the order gives the plane an H: it is sharded, not replicated.")
-      .def("with_layers",
-           [](const Layout& self, std::int64_t num_layers) {
-             Geometry geometry = self.geometry();
-             geometry.num_layers = num_layers;
-             return Layout(self.order(), geometry);
-           },
-           nb::arg("num_layers"), "The same order for another number of layers.")
+      .def(
+          "part", [](const Layout& self, std::string_view plane) { return self.plane(plane).part; }, nb::arg("plane"),
+          "Which of a layer's tensors holds the plane.")
+      .def(
+          "has_head", [](const Layout& self, std::string_view plane) { return self.plane(plane).has_head; },
+          nb::arg("plane"), "Whether the order gives the plane an H: it is sharded, not replicated.")
+      .def(
+          "with_layers",
+          [](const Layout& self, std::int64_t num_layers) {
+            Geometry geometry = self.geometry();
+            geometry.num_layers = num_layers;
+            return Layout(self.order(), geometry);
+          },
+          nb::arg("num_layers"), "The same order for another number of layers.")
       .def("__str__", &Layout::str)
       .def("__repr__", [](const Layout& self) { return "Layout('" + self.str() + "')"; })
-      .def("__eq__", [](const Layout& a, const Layout& b) { return a == b; }, nb::is_operator())
+      .def(
+          "__eq__", [](const Layout& a, const Layout& b) { return a == b; }, nb::is_operator())
       .def("__hash__", [](const Layout& self) {
         nb::list key;  // equal layouts have equal bases, extents and dtypes
         for (const Plane& plane : self.planes()) {
@@ -170,16 +179,19 @@ void bind_layouts(nb::module_& m) {
       KVSTRIDE_FIELD(name) KVSTRIDE_FIELD(order) KVSTRIDE_FIELD(shape) KVSTRIDE_FIELD(engine) KVSTRIDE_FIELD(backends)
           KVSTRIDE_FIELD(first) KVSTRIDE_FIELD(last) KVSTRIDE_FIELD(source) KVSTRIDE_FIELD(note)
 #undef KVSTRIDE_FIELD
-      .def_prop_ro("opaque", [](const Entry& e) { return e.opaque; },
-                   "Shape and strides do not tell the bytes: only ever named, never observed.")
-      .def("__repr__", [](const Entry& e) { return "Entry('" + std::string(e.name) + "', '" + std::string(e.order) + "')"; });
+              .def_prop_ro(
+                  "opaque", [](const Entry& e) { return e.opaque; },
+                  "Shape and strides do not tell the bytes: only ever named, never observed.")
+              .def("__repr__", [](const Entry& e) {
+                return "Entry('" + std::string(e.name) + "', '" + std::string(e.order) + "')";
+              });
 
   m.def(
       "registry", [] { return std::vector<Entry>(registry().begin(), registry().end()); },
       "All known layouts, in the order in which readings are named.");
   m.def("layout", &make_layout, nb::arg("name_or_order"), nb::arg("geometry"),
         "Layout of a registry name such as 'vllm/flashinfer-nhd' or of an order such as 'B KV N H D'.");
-  m.def("num_parts",
-        [](std::string_view text) { return order_of(text).parts().size(); },
-        nb::arg("name_or_order"), "Tensors of one layer.");
+  m.def(
+      "num_parts", [](std::string_view text) { return order_of(text).parts().size(); }, nb::arg("name_or_order"),
+      "Tensors of one layer.");
 }

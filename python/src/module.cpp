@@ -25,7 +25,9 @@ void translate(const std::exception_ptr& pointer, void*) {
     std::rethrow_exception(pointer);
   } catch (const Error& error) {
     const nb::object type = nb::module_::import_("kvstride.errors").attr(class_of(error.code()));
-    nb::object instance = type(error.what());
+    std::string message = error.what();
+    for (char& c : message) c = c == '\n' || c == '\r' ? ' ' : c;  // names may come from anywhere
+    nb::object instance = type(message);
     if (error.column() != 0) instance.attr("column") = error.column();
     PyErr_SetObject(type.ptr(), instance.ptr());
   }
@@ -37,7 +39,8 @@ NB_MODULE(_core, m) {
   m.doc() = "The C++ library of kvstride.";
   nb::set_leak_warnings(false);  // modules may keep registry entries until the interpreter ends
   nb::register_exception_translator(translate);
-  m.def("version", [] { return std::string(kvstride::version()); }, "Version of the C++ library.");
+  m.def(
+      "version", [] { return std::string(kvstride::version()); }, "Version of the C++ library.");
   m.def("cuda_built", &kvstride::cuda_built, "Whether the CUDA back end was compiled.");
   bind_layouts(m);
   bind_detect(m);

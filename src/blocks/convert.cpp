@@ -46,7 +46,8 @@ void check_same_order(const Cache& src, const Cache& dst) {
         const auto inner = [](const Plane& p) {
           std::string text;
           for (const Mode& mode : normal_modes(p)) {
-            if (mode.axis != Axis::kBlock) text += fmt::format("{}{}x{} ", letter_of(mode.axis), mode.divisor, mode.extent);
+            if (mode.axis != Axis::kBlock)
+              text += fmt::format("{}{}x{} ", letter_of(mode.axis), mode.divisor, mode.extent);
           }
           return text;
         };

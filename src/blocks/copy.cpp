@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // copy_blocks: inside one cache, in an order that reads every source before it is overwritten.
+#include "cpu/copy.h"
+
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
 #include <cstring>
 
 #include "blocks/internal.h"
-#include "cpu/copy.h"
 #include "kvstride/error.h"
 #include "layout/internal.h"
-
-#include <fmt/format.h>
 
 namespace kvstride {
 namespace {
@@ -151,17 +152,23 @@ void zero_blocks(const Cache& cache, std::span<const std::int64_t> ids, std::opt
 
 std::vector<std::int64_t> expand_block_ids(std::span<const std::int64_t> ids, std::int64_t ratio) {
   constexpr std::int64_t kMaxId = std::int64_t{1} << 48;
-  if (ratio < 1 || ratio > kMaxId) {
-    throw Error(ErrorCode::kArgument, fmt::format("expand_block_ids: ratio {} is not a whole number above 0", ratio));
+  constexpr std::int64_t kMaxIds = std::int64_t{1} << 31;
+  std::int64_t total = 0;
+  if (ratio < 1) throw Error(ErrorCode::kArgument, fmt::format("expand_block_ids: ratio {} is below 1", ratio));
+  if (__builtin_mul_overflow(static_cast<std::int64_t>(ids.size()), ratio, &total) || total > kMaxIds) {
+    throw Error(ErrorCode::kArgument,
+                fmt::format("expand_block_ids: {} ids × {} are more than {}", ids.size(), ratio, kMaxIds));
   }
-  std::vector<std::int64_t> out;
-  out.reserve(ids.size() * static_cast<std::size_t>(ratio));
   for (std::size_t i = 0; i < ids.size(); ++i) {
     if (ids[i] < 0 || ids[i] > kMaxId / ratio) {
       throw Error(ErrorCode::kBlockIndex, fmt::format("expand_block_ids: block id {} in ids[{}] is not from 0 to {}",
                                                       ids[i], i, kMaxId / ratio));
     }
-    for (std::int64_t r = 0; r < ratio; ++r) out.push_back(ids[i] * ratio + r);
+  }
+  std::vector<std::int64_t> out;
+  out.reserve(static_cast<std::size_t>(total));
+  for (const std::int64_t id : ids) {
+    for (std::int64_t r = 0; r < ratio; ++r) out.push_back(id * ratio + r);
   }
   return out;
 }

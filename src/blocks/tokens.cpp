@@ -68,7 +68,7 @@ void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key
                               tensor.shape[0], tensor.shape[1], tensor.shape[2], slot_mapping.size(),
                               plane.extent(Axis::kHead), plane.extent(Axis::kDim)));
     }
-    if (tensor.dtype != plane.dtype && !(is_castable(tensor.dtype) && is_f8(plane.dtype))) {
+    if (tensor.dtype != plane.dtype && (!is_castable(tensor.dtype) || is_f8(tensor.dtype) || !is_f8(plane.dtype))) {
       throw Error(ErrorCode::kDType, fmt::format("write_tokens: {} is {}, the cache holds {}", name,
                                                  name_of(tensor.dtype), name_of(plane.dtype)));
     }
@@ -78,13 +78,32 @@ void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key
   };
   check("key", key, key_plane);
   check("value", value, value_plane);
+  const std::int64_t num_slots = layout.geometry().num_blocks * layout.geometry().block_size;
+  for (std::size_t i = 0; i < slot_mapping.size(); ++i) {
+    if (slot_mapping[i] >= num_slots) {
+      throw Error(
+          ErrorCode::kBlockIndex,
+          fmt::format(
+              "write_tokens: slot {} in slot_mapping[{}] is outside the cache (num_blocks {} × block_size {} is {})",
+              slot_mapping[i], i, layout.geometry().num_blocks, layout.geometry().block_size, num_slots));
+    }
+  }
   const auto check_scale = [](const char* name, float scale) {
     if (!(scale > 0.0F) || scale > 3.0e38F) {
-      throw Error(ErrorCode::kArgument, fmt::format("write_tokens: {} {} is not a positive finite number", name, scale));
+      throw Error(ErrorCode::kArgument,
+                  fmt::format("write_tokens: {} {} is not a positive finite number", name, scale));
     }
   };
   check_scale("key_scale", key_scale);
   check_scale("value_scale", value_scale);
+  const auto check_use = [](const char* name, float scale, DType from, DType to) {
+    if (scale != 1.0F && from == to) {
+      throw Error(ErrorCode::kArgument,
+                  fmt::format("write_tokens: {} is {}, but {} is stored as it comes", name, scale, name_of(from)));
+    }
+  };
+  check_use("key_scale", key_scale, key.dtype, key_plane.dtype);
+  check_use("value_scale", value_scale, value.dtype, value_plane.dtype);
 
   std::vector<std::int64_t> src;
   std::vector<std::int64_t> dst;
@@ -94,19 +113,20 @@ void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key
     dst.push_back(slot_mapping[i]);
   }
   if (src.empty()) return;
+  const auto num_tokens = static_cast<std::int64_t>(slot_mapping.size());
   // The new tokens as a cache of one layer: a "block" is a token.
   const auto term = [](const char* axis, std::int64_t length, std::int64_t stride, DType dtype) {
     return length > 1 ? fmt::format("{}[{}]@{} ", axis, length, stride * item_size(dtype))
                       : fmt::format("{}[{}] ", axis, length);
   };
   const auto part = [&](const char* name, const TokenTensor& tensor) {
-    return fmt::format("{}: {}{}{}{}", name, term("B", tensor.shape[0], tensor.strides[0], tensor.dtype),
+    return fmt::format("{}: {}{}{}{}", name, term("B", num_tokens, tensor.strides[0], tensor.dtype),
                        term("H", tensor.shape[1], tensor.strides[1], tensor.dtype),
                        term("D", tensor.shape[2], tensor.strides[2], tensor.dtype), name_of(tensor.dtype));
   };
   Geometry geometry = layout.geometry();
   geometry.num_layers = 1;
-  geometry.num_blocks = std::max<std::int64_t>({key.shape[0], value.shape[0], 1});
+  geometry.num_blocks = num_tokens;
   geometry.block_size = 1;
   const Layout source_layout(part("key", key) + " | " + part("value", value), geometry, Overlap::kAllowed);
   const Cache source({const_cast<std::byte*>(key.data), const_cast<std::byte*>(value.data)}, source_layout, true);

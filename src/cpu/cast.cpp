@@ -9,7 +9,6 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/cast.cpp"
 #include <hwy/foreach_target.h>  // IWYU pragma: keep
-
 #include <hwy/highway.h>
 
 HWY_BEFORE_NAMESPACE();
@@ -44,8 +43,8 @@ VF decode_vector(const Format& format, VU bits) {
   const VU low = hn::And(magnitude, hn::Set(u, (1U << format.mantissa) - 1));
   const VU high = hn::ShiftRightSame(magnitude, format.mantissa);
   const auto subnormal = hn::Eq(high, hn::Zero(u));
-  const VF tiny = hn::Mul(hn::ConvertTo(f, hn::BitCast(s, low)),
-                          hn::Set(f, power_of_two(format.min_exponent - format.mantissa)));
+  const VF tiny =
+      hn::Mul(hn::ConvertTo(f, hn::BitCast(s, low)), hn::Set(f, power_of_two(format.min_exponent - format.mantissa)));
   const VU exponent = hn::Add(high, hn::Set(u, static_cast<std::uint32_t>(format.min_exponent - 1 + 127)));
   const VU normal = hn::Or(hn::ShiftLeft<23>(exponent), hn::ShiftLeftSame(low, 23 - format.mantissa));
   VU out = hn::IfThenElse(subnormal, hn::BitCast(u, tiny), normal);
@@ -72,9 +71,8 @@ VU encode_vector(const Format& format, VF value) {
   const VU raw = hn::AndNot(sign_mask, bits);
   const auto is_nan = hn::Gt(raw, hn::Set(u, 0x7F800000U));
   const VF magnitude = hn::Min(hn::BitCast(f, raw), hn::Set(f, top));
-  const auto exponent = hn::Max(
-      hn::Sub(hn::BitCast(s, hn::ShiftRight<23>(hn::BitCast(u, magnitude))), hn::Set(s, 127)),
-      hn::Set(s, format.min_exponent));
+  const auto exponent = hn::Max(hn::Sub(hn::BitCast(s, hn::ShiftRight<23>(hn::BitCast(u, magnitude))), hn::Set(s, 127)),
+                                hn::Set(s, format.min_exponent));
   const auto scale = hn::ShiftLeft<23>(hn::Sub(hn::Set(s, format.mantissa + 127), exponent));
   const VF magic = hn::Set(f, 8388608.0F);  // rounds to an integer, ties to even
   const VF digits = hn::Sub(hn::Add(hn::Mul(magnitude, hn::BitCast(f, scale)), magic), magic);

@@ -7,9 +7,8 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/copy.cpp"
-#include <hwy/foreach_target.h>  // IWYU pragma: keep
-
 #include <hwy/cache_control.h>
+#include <hwy/foreach_target.h>  // IWYU pragma: keep
 #include <hwy/highway.h>
 
 HWY_BEFORE_NAMESPACE();
@@ -38,7 +37,9 @@ void fixed_runs(std::byte* dst, const std::byte* src, const Loop& loop) {
   for (std::int64_t i = 0; i < loop.extent; ++i) std::memcpy(dst + i * loop.dst, src + i * loop.src, kBytes);
 }
 
-[[maybe_unused]] bool aligned(const std::byte* p, std::uintptr_t to) { return reinterpret_cast<std::uintptr_t>(p) % to == 0; }
+[[maybe_unused]] bool aligned(const std::byte* p, std::uintptr_t to) {
+  return reinterpret_cast<std::uintptr_t>(p) % to == 0;
+}
 
 /// 16 bytes that move together.
 struct Sixteen {
@@ -302,7 +303,8 @@ void prefetch(const std::byte* src, const Footprint& what, std::size_t depth) {
     for (std::int64_t i = 0; i < what.run; i += kLine) hwy::Prefetch(src + i);
     return;
   }
-  for (std::int64_t i = 0; i < what.loops[depth].extent; ++i) prefetch(src + i * what.loops[depth].src, what, depth + 1);
+  for (std::int64_t i = 0; i < what.loops[depth].extent; ++i)
+    prefetch(src + i * what.loops[depth].src, what, depth + 1);
 }
 
 /// Elements of 1 to 16 bytes that lie side by side along one loop in the source and along another in the destination.

@@ -14,8 +14,8 @@ namespace {
 struct Rest {
   const Plane* plane;
   std::int64_t base;
-  std::vector<Mode> modes;  // normal form, outermost first
-  bool head_of_one = false; // a length-1 H is still to be printed
+  std::vector<Mode> modes;   // normal form, outermost first
+  bool head_of_one = false;  // a length-1 H is still to be printed
 
   std::int64_t end() const { return base + span_of(modes, item_size(plane->dtype)); }
 };
@@ -26,9 +26,7 @@ struct Text {
   std::int64_t size;
 };
 
-void prepend(Text& out, const std::string& word) {
-  out.text = out.text.empty() ? word : word + " " + out.text;
-}
+void prepend(Text& out, const std::string& word) { out.text = out.text.empty() ? word : word + " " + out.text; }
 
 Text wrap_mode(Text inner, const Mode& mode, const Plane& plane) {
   const std::int64_t full = plane.extent(mode.axis);
@@ -50,17 +48,17 @@ class Printer {
  public:
   explicit Printer(DType dtype) : dtype_(dtype) {}
 
-  Text print(std::vector<Rest> rests, const std::string& prefix) {
-    if (rests.size() == 1 && rests[0].base == 0) return print_one(rests[0], prefix);
+  Text print(std::vector<Rest> rests) {
+    if (rests.size() == 1 && rests[0].base == 0) return print_one(rests[0]);
     if (auto common = take_common(rests)) {
       const Plane& plane = *rests[0].plane;
-      return wrap_mode(print(std::move(rests), prefix), *common, plane);
+      return wrap_mode(print(std::move(rests)), *common, plane);
     }
     return print_members(std::move(rests));
   }
 
  private:
-  Text print_one(const Rest& rest, const std::string& prefix) {
+  Text print_one(const Rest& rest) {
     Text out{"", item_size(rest.plane->dtype)};
     if (rest.plane->dtype != dtype_) out.text = name_of(rest.plane->dtype);
     std::vector<Mode> modes = rest.modes;
@@ -74,7 +72,6 @@ class Printer {
     }
     if (head) prepend(out, "H[1]");
     if (modes.empty() && !rest.head_of_one) prepend(out, "D[1]");
-    (void)prefix;
     return out;
   }
 
@@ -110,13 +107,11 @@ class Printer {
   }
 
   Text print_members(std::vector<Rest> rests) {
-    std::stable_sort(rests.begin(), rests.end(),
-                     [](const Rest& a, const Rest& b) { return a.base < b.base; });
-    if (rests.size() == 2 && rests[0].plane->name == "key" && rests[1].plane->name == "value" &&
-        rests[0].base == 0 && same_inside(rests[0], rests[1]) &&
-        rests[0].plane->extents == rests[1].plane->extents) {
+    std::stable_sort(rests.begin(), rests.end(), [](const Rest& a, const Rest& b) { return a.base < b.base; });
+    if (rests.size() == 2 && rests[0].plane->name == "key" && rests[1].plane->name == "value" && rests[0].base == 0 &&
+        same_inside(rests[0], rests[1]) && rests[0].plane->extents == rests[1].plane->extents) {
       const std::int64_t stride = rests[1].base;
-      Text out = print_one({rests[0].plane, 0, rests[0].modes, rests[0].head_of_one}, "");
+      Text out = print_one({rests[0].plane, 0, rests[0].modes, rests[0].head_of_one});
       const bool natural = stride == out.size;
       prepend(out, natural ? "KV" : fmt::format("KV@{}", stride));
       out.size = 2 * stride;
@@ -126,7 +121,7 @@ class Printer {
     std::int64_t end = 0;
     std::int64_t size = 0;
     for (const Rest& rest : rests) {
-      const Text inner = print_one({rest.plane, 0, rest.modes, rest.head_of_one}, "");
+      const Text inner = print_one({rest.plane, 0, rest.modes, rest.head_of_one});
       list += (list.empty() ? "" : ", ") + rest.plane->name;
       if (rest.base != end) list += fmt::format("@{}", rest.base);
       list += ": " + inner.text;
@@ -154,7 +149,7 @@ std::string Layout::str() const {
     if (!out.empty()) out += " | ";
     const bool named = rests.size() == 1 && rests[0].base == 0;
     const std::string name = rests[0].plane->name;
-    Text text = Printer(geometry_.dtype).print(std::move(rests), "");
+    Text text = Printer(geometry_.dtype).print(std::move(rests));
     out += named ? name + ": " + text.text : text.text;
   }
   return out;

@@ -17,8 +17,7 @@ namespace {
 constexpr std::size_t kMaxRank = 12;
 
 /// Fills in strides and item size; refuses what is no tensor.
-std::vector<TensorShape> checked(const std::vector<TensorShape>& parts, const Hints& hints,
-                                 const char* verb) {
+std::vector<TensorShape> checked(const std::vector<TensorShape>& parts, const Hints& hints, const char* verb) {
   const auto fail = [&](const std::string& what) {
     throw Error(ErrorCode::kArgument, fmt::format("{}: {}", verb, what));
   };
@@ -53,6 +52,8 @@ void check_hints(const Hints& hints, const char* verb) {
   check("block_size", hints.block_size);
   check("num_kv_heads", hints.num_kv_heads);
   check("head_size", hints.head_size);
+  check("value_head_size", hints.value_head_size);
+  for (const auto& [name, value] : hints.symbols) check(name.c_str(), value);
 }
 
 /// Layouts of one row over the tensors. Without num_layers the tensor is one layer.
@@ -79,9 +80,8 @@ std::vector<Layout> fit_row(const Entry& row, const std::vector<TensorShape>& pa
 }
 
 bool wanted(const Entry& row, const std::vector<std::string>& among) {
-  return among.empty() || std::any_of(among.begin(), among.end(), [&](const std::string& name) {
-           return row.name == name || row.engine == name;
-         });
+  return among.empty() || std::any_of(among.begin(), among.end(),
+                                      [&](const std::string& name) { return row.name == name || row.engine == name; });
 }
 
 void check_among(const std::vector<std::string>& among) {
@@ -97,9 +97,6 @@ void check_among(const std::vector<std::string>& among) {
     if (!found) throw Error(ErrorCode::kLayout, fmt::format("among: no layout or engine '{}'", name));
   }
 }
-
-/// Sizes that matter for comparing readings: those of the axes that the layout has.
-bool same_reading(const Layout& a, const Layout& b) { return a == b; }
 
 }  // namespace
 
@@ -136,8 +133,7 @@ std::vector<Reading> candidates(const std::vector<TensorShape>& tensors, const H
   for (const Entry& row : registry()) {
     if (row.opaque || !wanted(row, among)) continue;
     for (Layout& layout : fit_row(row, parts, hints)) {
-      const auto same = std::find_if(out.begin(), out.end(),
-                                     [&](const Reading& r) { return same_reading(r.layout, layout); });
+      const auto same = std::find_if(out.begin(), out.end(), [&](const Reading& r) { return r.layout == layout; });
       const std::string name(row.name);
       if (same == out.end()) {
         out.push_back({name, {name}, std::string(row.order), std::move(layout), "strided"});
@@ -173,8 +169,8 @@ std::optional<Example> differing_element(const Layout& a, const Layout& b) {
 namespace {
 
 std::string print(const Example& example) {
-  return fmt::format("{}(B={}, N={}, H={}, D={})", example.plane, example.index[1], example.index[2],
-                     example.index[3], example.index[4]);
+  return fmt::format("{}(B={}, N={}, H={}, D={})", example.plane, example.index[1], example.index[2], example.index[3],
+                     example.index[4]);
 }
 
 [[noreturn]] void throw_ambiguous(const std::string& what, const std::vector<TensorShape>& parts,
@@ -215,8 +211,7 @@ std::string closest(const std::vector<TensorShape>& parts, const Hints& hints) {
 
 }  // namespace
 
-Reading detect(const std::vector<TensorShape>& tensors, const Hints& hints,
-               const std::vector<std::string>& among) {
+Reading detect(const std::vector<TensorShape>& tensors, const Hints& hints, const std::vector<std::string>& among) {
   std::vector<Reading> readings = candidates(tensors, hints, among);
   if (readings.size() == 1) return std::move(readings.front());
   const std::vector<TensorShape> parts = checked(tensors, hints, "detect");
@@ -275,7 +270,10 @@ std::vector<const Entry*> rows_of(const Order& order, const Entry* named) {
   std::vector<const Entry*> out;
   const std::string text = without_strides(order.parts());
   for (const Entry& row : registry()) {
-    if (without_strides(Order::parse(row.order).parts()) == text) out.push_back(&row);
+    const Order whole = Order::parse(row.order);
+    const bool one_layer =
+        row.shape.find('L') == std::string_view::npos && without_strides(whole.without(Axis::kLayer).parts()) == text;
+    if (one_layer || without_strides(whole.parts()) == text) out.push_back(&row);
   }
   return out;
 }
@@ -316,15 +314,15 @@ Layout bind_order(const std::vector<Choice>& choices, const std::vector<TensorSh
     const Layout layout(order, *geometry);
     for (std::size_t p = 0; p < parts.size(); ++p) {
       const auto part = static_cast<std::int64_t>(p);
-      expected += fmt::format(" or natural shape [{}] with item size {} ({} bytes)",
-                              fmt::join(layout.shape(part), ", "), layout.natural_item_size(part),
-                              layout.part_bytes(part));
+      expected +=
+          fmt::format(" or natural shape [{}] with item size {} ({} bytes)", fmt::join(layout.shape(part), ", "),
+                      layout.natural_item_size(part), layout.part_bytes(part));
     }
   } else {
     expected += " or its natural shape, one dimension a term (fused dimensions need a geometry)";
   }
-  throw Error(ErrorCode::kLayout, fmt::format("cache: {} does not fit '{}'; expected{}", describe(parts),
-                                              order.text(), expected.substr(3)));
+  throw Error(ErrorCode::kLayout, fmt::format("cache: {} does not fit '{}'; expected{}", describe(parts), order.text(),
+                                              expected.substr(3)));
 }
 
 }  // namespace
@@ -343,7 +341,8 @@ Layout bind_layout(std::string_view name_or_order, const std::vector<TensorShape
   }
   if (tensors_per_part > 1) {
     if (hints.num_layers.value_or(tensors_per_part) != tensors_per_part) {
-      throw Error(ErrorCode::kLayout, fmt::format("cache: {} tensors for num_layers {}", tensors_per_part, *hints.num_layers));
+      throw Error(ErrorCode::kLayout,
+                  fmt::format("cache: {} tensors for num_layers {}", tensors_per_part, *hints.num_layers));
     }
     hints.num_layers = tensors_per_part;
     if (layered) return bind_order({{order.without(Axis::kLayer), layer}}, parts, hints);

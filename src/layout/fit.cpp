@@ -80,7 +80,8 @@ bool learn(Sizes& sizes, const std::string& name, std::int64_t value) {
 
 bool is_number(const std::string& text) { return !text.empty() && text[0] >= '0' && text[0] <= '9'; }
 
-/// Learns sizes from one part's shape; `given` are the caller's. False where it contradicts what is known or leaves a size open.
+/// Learns sizes from one part's shape; `given` are the caller's. False where it contradicts what is known or leaves a
+/// size open.
 bool solve(const std::vector<Atom>& atoms, const Grouping& grouping, const TensorShape& tensor, const Sizes& given,
            Sizes& sizes) {
   const auto single = [&](std::size_t dim) { return grouping.dims[dim].size() == 1; };
@@ -151,8 +152,8 @@ bool solve(const std::vector<Atom>& atoms, const Grouping& grouping, const Tenso
 
 /// Puts the tensor's strides into the terms of `part`; false where they do not fall in the order's sequence.
 /// `content_bytes` is the size of the content atom.
-bool place_strides(std::vector<Atom>& atoms, const Grouping& grouping, const TensorShape& tensor,
-                   const Sizes& sizes, std::int64_t item, std::int64_t content_bytes) {
+bool place_strides(std::vector<Atom>& atoms, const Grouping& grouping, const TensorShape& tensor, const Sizes& sizes,
+                   std::int64_t item, std::int64_t content_bytes) {
   std::vector<std::int64_t> extent(atoms.size(), 1);
   std::vector<std::int64_t> stride(atoms.size(), 0);
   for (std::size_t dim = 0; dim < grouping.dims.size(); ++dim) {
@@ -184,8 +185,7 @@ bool place_strides(std::vector<Atom>& atoms, const Grouping& grouping, const Ten
       natural = span = content_bytes;
       continue;
     }
-    std::optional<std::int64_t>& given =
-        atom.kind == Atom::kKV ? atom.section->kv_stride : atom.term->stride;
+    std::optional<std::int64_t>& given = atom.kind == Atom::kKV ? atom.section->kv_stride : atom.term->stride;
     if (extent[i] == 1) {
       if (given) natural = *given;
       continue;
@@ -194,8 +194,7 @@ bool place_strides(std::vector<Atom>& atoms, const Grouping& grouping, const Ten
     if (given && *given != stride[i]) return false;
     if (stride[i] != natural) given = stride[i];
     std::int64_t reach = 0;
-    if (__builtin_mul_overflow(extent[i] - 1, stride[i], &reach) ||
-        __builtin_add_overflow(span, reach, &span) ||
+    if (__builtin_mul_overflow(extent[i] - 1, stride[i], &reach) || __builtin_add_overflow(span, reach, &span) ||
         __builtin_mul_overflow(stride[i], extent[i], &natural)) {
       return false;
     }
@@ -213,8 +212,7 @@ bool uneven(const Hints& hints) {
   return hints.value_head_size && hints.head_size && *hints.value_head_size != *hints.head_size;
 }
 
-Geometry to_geometry(const Sizes& sizes, const Hints& hints, const Order& order,
-                     const TensorShape& tensor) {
+Geometry to_geometry(const Sizes& sizes, const Hints& hints, const Order& order, const TensorShape& tensor) {
   const auto get = [&](const char* name) {
     const auto found = sizes.find(name);
     return found == sizes.end() ? std::int64_t{1} : found->second;
@@ -246,6 +244,8 @@ std::optional<Layout> fit_grouped(const Order& order, const std::vector<Grouping
     if (!solve(atoms[p], groupings[p], tensors[p], given, sizes)) return std::nullopt;
   }
   const Geometry geometry = to_geometry(sizes, hints, order, tensors[0]);
+  if (!uneven(hints) && geometry.value_head_size.value_or(geometry.head_size) != geometry.head_size)
+    return std::nullopt;
   try {
     check_geometry(geometry);
     for (std::size_t p = 0; p < parts.size(); ++p) {
@@ -271,8 +271,7 @@ std::optional<Layout> fit_grouped(const Order& order, const std::vector<Grouping
 }
 
 /// All ways to cut `num_atoms` neighbours into `rank` groups.
-void compositions(std::size_t num_atoms, std::size_t rank, std::vector<std::size_t>& cuts,
-                  std::vector<Grouping>& out) {
+void compositions(std::size_t num_atoms, std::size_t rank, std::vector<std::size_t>& cuts, std::vector<Grouping>& out) {
   if (cuts.size() + 1 == rank) {
     Grouping grouping;
     std::size_t from = 0;
@@ -295,8 +294,7 @@ void compositions(std::size_t num_atoms, std::size_t rank, std::vector<std::size
 }
 
 /// Groups of atoms by the text of a declared shape, or nothing where the text is more than names and products.
-std::optional<Grouping> declared_grouping(const std::vector<Atom>& atoms,
-                                          const std::vector<std::string>& dims) {
+std::optional<Grouping> declared_grouping(const std::vector<Atom>& atoms, const std::vector<std::string>& dims) {
   Grouping out;
   std::vector<bool> placed(atoms.size(), false);
   constexpr std::size_t kNone = SIZE_MAX;
@@ -338,8 +336,8 @@ std::optional<Grouping> declared_grouping(const std::vector<Atom>& atoms,
 }
 
 /// Opaque layouts: the literal dimensions give strides, all others are one contiguous content.
-std::optional<Layout> fit_opaque(const Order& order, const Declared& declared,
-                                 const std::vector<TensorShape>& tensors, const Hints& hints) {
+std::optional<Layout> fit_opaque(const Order& order, const Declared& declared, const std::vector<TensorShape>& tensors,
+                                 const Hints& hints) {
   if (tensors.size() != 1) return std::nullopt;
   const TensorShape& tensor = tensors[0];
   const std::vector<std::string> dims = split(declared.shape, ',');
@@ -381,9 +379,9 @@ std::optional<Layout> fit_opaque(const Order& order, const Declared& declared,
   for (std::size_t dim = dims.size(); dim-- > 0;) {
     if (std::find(literal.begin(), literal.end(), dims[dim]) != literal.end()) continue;
     if (tensor.shape[dim] > 1 && tensor.strides[dim] != packed) return std::nullopt;
-    packed *= tensor.shape[dim];
+    if (__builtin_mul_overflow(packed, tensor.shape[dim], &packed)) return std::nullopt;
   }
-  span = packed * tensor.item_size;
+  if (__builtin_mul_overflow(packed, tensor.item_size, &span)) return std::nullopt;
   for (std::size_t l = literal.size(); l-- > 0;) {
     const auto at = std::find(dims.begin(), dims.end(), literal[l]);
     if (at == dims.end()) return std::nullopt;
@@ -392,8 +390,7 @@ std::optional<Layout> fit_opaque(const Order& order, const Declared& declared,
     std::int64_t step = 0;
     std::int64_t reach = 0;
     if (__builtin_mul_overflow(tensor.strides[dim], tensor.item_size, &step) || step < span) return std::nullopt;
-    if (__builtin_mul_overflow(step, tensor.shape[dim] - 1, &reach) ||
-        __builtin_add_overflow(span, reach, &span)) {
+    if (__builtin_mul_overflow(step, tensor.shape[dim] - 1, &reach) || __builtin_add_overflow(span, reach, &span)) {
       return std::nullopt;
     }
     if (literal[l] == "2") {
@@ -421,13 +418,13 @@ std::optional<Layout> fit_opaque(const Order& order, const Declared& declared,
     for (const Plane& plane : layout.planes()) {
       std::vector<Mode> rest;
       for (const Mode& mode : normal_modes(plane)) {
-        const bool outer = std::any_of(strides.axes.begin(), strides.axes.end(),
-                                       [&](const auto& s) { return s.first == mode.axis; });
+        const bool outer =
+            std::any_of(strides.axes.begin(), strides.axes.end(), [&](const auto& s) { return s.first == mode.axis; });
         if (!outer) rest.push_back(mode);
       }
       const bool second = strides.kv && plane.base >= *strides.kv;
-      inside = std::max(inside, (second ? plane.base - *strides.kv : plane.base) +
-                                    span_of(rest, item_size(plane.dtype)));
+      inside =
+          std::max(inside, (second ? plane.base - *strides.kv : plane.base) + span_of(rest, item_size(plane.dtype)));
     }
     if (inside > packed * tensor.item_size) return std::nullopt;
     return layout;
@@ -448,21 +445,18 @@ std::vector<std::int64_t> contiguous_strides(const std::vector<std::int64_t>& sh
   return out;
 }
 
-DType default_dtype(std::int64_t item) {
-  return item == 1 ? DType::kU8 : item == 4 ? DType::kF32 : DType::kBF16;
-}
+DType default_dtype(std::int64_t item) { return item == 1 ? DType::kU8 : item == 4 ? DType::kF32 : DType::kBF16; }
 
 std::string describe(const std::vector<TensorShape>& parts) {
   std::string out;
   for (const TensorShape& part : parts) {
-    out += fmt::format("{}shape [{}] strides [{}] item size {}", out.empty() ? "" : " | ",
-                       fmt::join(part.shape, ", "), fmt::join(part.strides, ", "), part.item_size);
+    out += fmt::format("{}shape [{}] strides [{}] item size {}", out.empty() ? "" : " | ", fmt::join(part.shape, ", "),
+                       fmt::join(part.strides, ", "), part.item_size);
   }
   return out;
 }
 
-std::vector<Layout> fit_natural(const Order& order, const std::vector<TensorShape>& parts,
-                                const Hints& hints) {
+std::vector<Layout> fit_natural(const Order& order, const std::vector<TensorShape>& parts, const Hints& hints) {
   if (order.parts().size() != parts.size()) return {};
   std::vector<std::vector<Grouping>> choices;
   std::vector<Part> copy = order.parts();
@@ -493,8 +487,8 @@ std::vector<Layout> fit_natural(const Order& order, const std::vector<TensorShap
   return out;
 }
 
-std::optional<Layout> fit_declared(const Order& order, const Declared& declared,
-                                   const std::vector<TensorShape>& parts, const Hints& hints) {
+std::optional<Layout> fit_declared(const Order& order, const Declared& declared, const std::vector<TensorShape>& parts,
+                                   const Hints& hints) {
   if (order.parts().size() != parts.size()) return std::nullopt;
   if (!declared.literal.empty()) return fit_opaque(order, declared, parts, hints);
   const std::vector<std::string> texts = split(declared.shape, '|');

@@ -19,11 +19,10 @@ struct Declared {
 
 /// Layouts with the tensors' own strides that `order` can have over `parts`, by its natural shape (with
 /// neighbours fused). Several where neighbours can be fused in several ways.
-std::vector<Layout> fit_natural(const Order& order, const std::vector<TensorShape>& parts,
-                                const Hints& hints);
+std::vector<Layout> fit_natural(const Order& order, const std::vector<TensorShape>& parts, const Hints& hints);
 /// The same by a shape that an engine declares.
-std::optional<Layout> fit_declared(const Order& order, const Declared& declared,
-                                   const std::vector<TensorShape>& parts, const Hints& hints);
+std::optional<Layout> fit_declared(const Order& order, const Declared& declared, const std::vector<TensorShape>& parts,
+                                   const Hints& hints);
 
 /// C-contiguous strides of `shape`, in elements.
 std::vector<std::int64_t> contiguous_strides(const std::vector<std::int64_t>& shape);

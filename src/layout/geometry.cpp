@@ -4,6 +4,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "kvstride/error.h"
 
 namespace kvstride {
@@ -13,8 +15,7 @@ constexpr std::int64_t kMaxSize = std::int64_t{1} << 48;
 
 void check(const char* field, std::int64_t value) {
   if (value < 1 || value > kMaxSize) {
-    throw Error(ErrorCode::kLayout,
-                fmt::format("geometry: {} is {}, must be from 1 to {}", field, value, kMaxSize));
+    throw Error(ErrorCode::kLayout, fmt::format("geometry: {} is {}, must be from 1 to {}", field, value, kMaxSize));
   }
 }
 
@@ -55,18 +56,21 @@ void check_geometry(const Geometry& geometry) {
   check("head_size", geometry.head_size);
   if (geometry.value_head_size) check("value_head_size", *geometry.value_head_size);
   for (const auto& [name, value] : geometry.symbols) {
-    if (name == "x") {
-      throw Error(ErrorCode::kLayout,
-                  "geometry: x is 16 / item size of the plane and cannot be given");
+    const bool word =
+        !name.empty() && name.size() <= 8 && name[0] >= 'a' && name[0] <= 'z' &&
+        std::all_of(name.begin(), name.end(), [](char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'); });
+    if (!word || dtype_from_name(name)) {
+      throw Error(ErrorCode::kLayout, "geometry: unknown size '" + name.substr(0, 40) +
+                                          "'; symbols are short lower-case words such as k or g");
     }
+    if (name == "x") throw Error(ErrorCode::kLayout, "geometry: x is 16 / item size of the plane and cannot be given");
     check(name.c_str(), value);
   }
 }
 
 std::string to_string(const Geometry& geometry) {
-  std::string out =
-      fmt::format("L={},B={},N={},H={},D={}", geometry.num_layers, geometry.num_blocks,
-                  geometry.block_size, geometry.num_kv_heads, geometry.head_size);
+  std::string out = fmt::format("L={},B={},N={},H={},D={}", geometry.num_layers, geometry.num_blocks,
+                                geometry.block_size, geometry.num_kv_heads, geometry.head_size);
   if (geometry.value_head_size) out += fmt::format(",Dv={}", *geometry.value_head_size);
   for (const auto& [name, value] : geometry.symbols) out += fmt::format(",{}={}", name, value);
   return out + fmt::format(",dtype={}", name_of(geometry.dtype));

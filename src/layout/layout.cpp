@@ -59,8 +59,7 @@ class Builder {
   }
 
  private:
-  Built build_members(const Section& section, const std::string& prefix,
-                      std::optional<DType> dtype) {
+  Built build_members(const Section& section, const std::string& prefix, std::optional<DType> dtype) {
     Built out;
     std::int64_t end = 0;
     for (std::size_t i = 0; i < section.members.size(); ++i) {
@@ -110,8 +109,8 @@ class Builder {
     if (!extent.axis) return size_value(extent.size, plane, term.column);
     const std::int64_t full = full_extent(*extent.axis, plane);
     if (full % extent.divisor != 0) {
-      fail(fmt::format("plane {}: [{}/{}]: {} does not divide {}", plane.name,
-                       letter_of(*extent.axis), extent.divisor, extent.divisor, full),
+      fail(fmt::format("plane {}: [{}/{}]: {} does not divide {}", plane.name, letter_of(*extent.axis), extent.divisor,
+                       extent.divisor, full),
            term.column);
     }
     return full / extent.divisor;
@@ -124,8 +123,7 @@ class Builder {
       Mode mode{};
       mode.axis = term.axis;
       mode.divisor = term.divisor ? size_value(*term.divisor, plane, term.column) : 1;
-      mode.modulus =
-          term.modulus ? size_value(*term.modulus, plane, term.column) : extent_of(term, plane);
+      mode.modulus = term.modulus ? size_value(*term.modulus, plane, term.column) : extent_of(term, plane);
       if (mode.modulus % mode.divisor != 0) {
         fail(fmt::format("plane {}: the {} of {}, {}, is not divisible by {}", plane.name,
                          term.modulus ? "modulus" : "length", letter_of(term.axis), mode.modulus, mode.divisor),
@@ -135,8 +133,7 @@ class Builder {
       mode.stride = term.stride.value_or(built.size);
       const std::int64_t whole = checked_mul(mode.stride, mode.extent, "the size");
       if (size && *size != whole) {
-        fail(fmt::format("members disagree on the length of {}", letter_of(term.axis)),
-             term.column);
+        fail(fmt::format("members disagree on the length of {}", letter_of(term.axis)), term.column);
       }
       size = whole;
       plane.modes.insert(plane.modes.begin(), mode);
@@ -172,10 +169,12 @@ class Builder {
         reached = modulus;
       }
       const auto given = given_.find(plane.name);
-      const bool free = given != given_.end() && given->second[static_cast<std::size_t>(a)];
+      // Ids are checked against the geometry: L and B have its lengths.
+      const bool free = given != given_.end() && given->second[static_cast<std::size_t>(a)] && axis != Axis::kLayer &&
+                        axis != Axis::kBlock;
       if (!free && reached != full_extent(axis, plane)) {
-        fail(fmt::format("plane {}: splits of {} reach {}, not {}", plane.name, letter_of(axis),
-                         reached, full_extent(axis, plane)),
+        fail(fmt::format("plane {}: splits of {} reach {}, not {}", plane.name, letter_of(axis), reached,
+                         full_extent(axis, plane)),
              column_of(plane, axis, digits.back().first));
       }
       plane.extents[static_cast<std::size_t>(a)] = reached;
@@ -198,9 +197,8 @@ bool has_padding(const Section& section) {
   for (const Term& term : section.terms) {
     if (term.stride) return true;
   }
-  return std::any_of(section.members.begin(), section.members.end(), [](const Member& member) {
-    return member.offset.has_value() || has_padding(member.body);
-  });
+  return std::any_of(section.members.begin(), section.members.end(),
+                     [](const Member& member) { return member.offset.has_value() || has_padding(member.body); });
 }
 
 }  // namespace
@@ -226,8 +224,7 @@ std::vector<Mode> Plane::merged(Axis axis) const {
   for (const Mode& mode : modes) {
     if (mode.axis == axis && mode.extent > 1) out.push_back(mode);
   }
-  std::sort(out.begin(), out.end(),
-            [](const Mode& a, const Mode& b) { return a.divisor > b.divisor; });
+  std::sort(out.begin(), out.end(), [](const Mode& a, const Mode& b) { return a.divisor > b.divisor; });
   for (std::size_t i = 0; i + 1 < out.size();) {
     Mode& outer = out[i];
     const Mode& inner = out[i + 1];
@@ -308,9 +305,7 @@ const Plane& Layout::plane(std::string_view name) const {
   throw Error(ErrorCode::kLayout, fmt::format("plane: no plane '{}' among {}", name, names));
 }
 
-std::int64_t Layout::num_tensors() const noexcept {
-  return num_parts() * (layered_ ? 1 : geometry_.num_layers);
-}
+std::int64_t Layout::num_tensors() const noexcept { return num_parts() * (layered_ ? 1 : geometry_.num_layers); }
 
 std::int64_t Layout::part_bytes(std::int64_t part) const {
   if (part < 0 || part >= num_parts()) {
@@ -319,13 +314,9 @@ std::int64_t Layout::part_bytes(std::int64_t part) const {
   return part_bytes_[static_cast<std::size_t>(part)];
 }
 
-std::int64_t Layout::num_bytes() const noexcept {
-  return *std::max_element(part_bytes_.begin(), part_bytes_.end());
-}
+std::int64_t Layout::num_bytes() const noexcept { return *std::max_element(part_bytes_.begin(), part_bytes_.end()); }
 
-Location Layout::offset(std::string_view name, const Index& index) const {
-  return offset(plane(name), index);
-}
+Location Layout::offset(std::string_view name, const Index& index) const { return offset(plane(name), index); }
 
 Location Layout::offset(const Plane& plane, const Index& index) const {
   std::int64_t byte = plane.base;
@@ -333,9 +324,8 @@ Location Layout::offset(const Plane& plane, const Index& index) const {
     const Axis axis = static_cast<Axis>(a);
     const std::int64_t i = index[static_cast<std::size_t>(a)];
     if (i < 0 || i >= plane.extent(axis)) {
-      throw Error(ErrorCode::kBlockIndex,
-                  fmt::format("offset: {} {} is outside plane '{}' ({} is {})", word_of(axis), i, plane.name,
-                              size_name(axis), plane.extent(axis)));
+      throw Error(ErrorCode::kBlockIndex, fmt::format("offset: {} {} is outside plane '{}' ({} is {})", word_of(axis),
+                                                      i, plane.name, size_name(axis), plane.extent(axis)));
     }
     byte += plane.axis_offset(axis, i);
   }
@@ -410,8 +400,7 @@ std::vector<std::int64_t> Layout::strides(std::int64_t part) const {
   for (const Dim& dim : natural_dims(*this, part)) {
     if (dim.stride % item != 0) {
       throw Error(ErrorCode::kNotStrided,
-                  fmt::format("strides: a stride of {} bytes is no multiple of the item size {}",
-                              dim.stride, item));
+                  fmt::format("strides: a stride of {} bytes is no multiple of the item size {}", dim.stride, item));
     }
     out.push_back(dim.stride / item);
   }

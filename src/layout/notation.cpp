@@ -24,8 +24,7 @@ struct Token {
 };
 
 [[noreturn]] void fail(std::size_t at, const std::string& what) {
-  throw Error(ErrorCode::kLayout, fmt::format("layout, column {}: {}", at + 1, what),
-              static_cast<int>(at + 1));
+  throw Error(ErrorCode::kLayout, fmt::format("layout, column {}: {}", at + 1, what), static_cast<int>(at + 1));
 }
 
 bool name_start(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; }
@@ -51,8 +50,7 @@ std::vector<Token> tokenize(std::string_view text) {
       kind = Token::kNumber;
       while (j < text.size() && digit(text[j])) ++j;
     } else if (std::strchr("{}:,%/@[]|", c) == nullptr || c == '\0') {
-      fail(i, c >= ' ' && c <= '~' ? fmt::format("unexpected character '{}'", c)
-                                   : std::string("unexpected byte"));
+      fail(i, c >= ' ' && c <= '~' ? fmt::format("unexpected character '{}'", c) : std::string("unexpected byte"));
     }
     tokens.push_back({kind, text.substr(i, j - i), i, j});
     i = j;
@@ -101,9 +99,7 @@ class Parser {
   }
 
  private:
-  const Token& peek(std::size_t ahead = 0) const {
-    return tokens_[std::min(i_ + ahead, tokens_.size() - 1)];
-  }
+  const Token& peek(std::size_t ahead = 0) const { return tokens_[std::min(i_ + ahead, tokens_.size() - 1)]; }
   Token next() {
     const Token token = peek();
     if (token.kind != Token::kEnd) ++i_;
@@ -278,8 +274,8 @@ class Parser {
     }
     if (token.kind == Token::kName && (token.text == "NHD" || token.text == "HND") && i_ == 0 &&
         peek(1).kind == Token::kEnd) {
-      fail(token.begin, fmt::format("'{}' means different bytes in different releases; name one of {}",
-                                    token.text, rows_called(token.text)));
+      fail(token.begin, fmt::format("'{}' means different bytes in different releases; name one of {}", token.text,
+                                    rows_called(token.text)));
     }
     if (token.kind == Token::kName && peek(1).kind == Token::kSign && peek(1).text == ":") {
       if (reserved(token.text)) {

@@ -49,8 +49,7 @@ void set_axis_stride(Section& section, Axis axis, std::int64_t stride) {
   for (Term& term : section.terms) {
     if (term.axis != axis) continue;
     if (!term.whole()) {
-      throw Error(ErrorCode::kLayout,
-                  fmt::format("order: {} is split, its stride cannot be set", letter_of(axis)));
+      throw Error(ErrorCode::kLayout, fmt::format("order: {} is split, its stride cannot be set", letter_of(axis)));
     }
     term.stride = stride;
   }
@@ -118,8 +117,7 @@ std::string print_parts(const std::vector<Part>& parts) {
 }
 
 bool Order::has(Axis axis) const {
-  return std::any_of(parts_.begin(), parts_.end(),
-                     [axis](const Part& part) { return section_has(part.body, axis); });
+  return std::any_of(parts_.begin(), parts_.end(), [axis](const Part& part) { return section_has(part.body, axis); });
 }
 
 Order Order::without(Axis axis) const {

@@ -24,8 +24,7 @@ struct View {
   throw Error(ErrorCode::kLayout, fmt::format("layout '{}': elements overlap", what));
 }
 
-void mark(const View& view, std::size_t depth, std::int64_t at, std::vector<bool>& seen,
-          const std::string& what) {
+void mark(const View& view, std::size_t depth, std::int64_t at, std::vector<bool>& seen, const std::string& what) {
   if (depth == view.modes.size()) {
     for (std::int64_t b = 0; b < view.item; ++b) {
       auto bit = seen[static_cast<std::size_t>(at + b)];
@@ -106,8 +105,7 @@ std::vector<Mode> normal_modes(const Plane& plane) {
   for (int a = 0; a < kNumAxes; ++a) {
     for (const Mode& mode : plane.merged(static_cast<Axis>(a))) out.push_back(mode);
   }
-  std::stable_sort(out.begin(), out.end(),
-                   [](const Mode& a, const Mode& b) { return a.stride > b.stride; });
+  std::stable_sort(out.begin(), out.end(), [](const Mode& a, const Mode& b) { return a.stride > b.stride; });
   return out;
 }
 

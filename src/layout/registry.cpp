@@ -34,8 +34,8 @@ Order order_of(std::string_view name_or_order) {
   const bool name = !text.empty() && text[0] >= 'a' && text[0] <= 'z' && text.find('/') != std::string_view::npos &&
                     text.find_first_of(" :{") == std::string_view::npos;
   if (name) {
-    throw Error(ErrorCode::kLayout,
-                "layout: no layout '" + std::string(text.substr(0, 100)) + "' in the registry (`kvstride layouts` lists it)");
+    throw Error(ErrorCode::kLayout, "layout: no layout '" + std::string(text.substr(0, 100)) +
+                                        "' in the registry (`kvstride layouts` lists it)");
   }
   return Order::parse(name_or_order);
 }
@@ -44,8 +44,7 @@ std::string rows_called(std::string_view letters) {
   const std::string suffix = letters == "NHD" ? "-nhd" : "-hnd";
   std::string out;
   for (const Entry& row : kRows) {
-    if (row.name.size() > suffix.size() &&
-        row.name.substr(row.name.size() - suffix.size()) == suffix) {
+    if (row.name.size() > suffix.size() && row.name.substr(row.name.size() - suffix.size()) == suffix) {
       out += (out.empty() ? "" : ", ") + std::string(row.name);
     }
   }

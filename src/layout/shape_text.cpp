@@ -9,8 +9,7 @@ namespace kvstride {
 namespace {
 
 bool all_digits(std::string_view text) {
-  return !text.empty() && std::all_of(text.begin(), text.end(),
-                                      [](char c) { return c >= '0' && c <= '9'; });
+  return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
 }
 
 /// Recursive descent. A division that leaves a remainder has no value.
@@ -35,7 +34,7 @@ class Evaluator {
     while (value && accept("+")) {
       const auto right = product();
       if (!right) return std::nullopt;
-      *value += *right;
+      if (__builtin_add_overflow(*value, *right, &*value)) return std::nullopt;
     }
     return value;
   }

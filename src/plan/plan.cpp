@@ -37,6 +37,8 @@ std::int64_t Plan::num_copies() const { return program_->num_copies(); }
 std::int64_t Plan::num_bytes() const { return program_->num_bytes(); }
 std::map<std::int64_t, std::int64_t> Plan::sizes() const { return program_->sizes(); }
 
+void Plan::check() const { program_->check_memory(); }
+
 void Plan::run() {
   program_->check_memory();
   program_->run();

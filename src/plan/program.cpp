@@ -35,8 +35,6 @@ std::int64_t iterations(const Loop* loops, std::size_t num_loops) {
   return out;
 }
 
-std::vector<Mode> with_axis(const Plane& plane, Axis axis) { return plane.merged(axis); }
-
 }  // namespace
 
 std::int64_t SlotOffset::operator()(std::int64_t slot) const {
@@ -51,8 +49,7 @@ std::int64_t SlotOffset::operator()(std::int64_t slot) const {
   return out;
 }
 
-Program::Program(const char* verb, End src, End dst, BuildOptions options)
-    : verb_(verb), options_(std::move(options)) {
+Program::Program(const char* verb, End src, End dst, BuildOptions options) : verb_(verb), options_(std::move(options)) {
   has_memory_ = src.cache != nullptr && dst.cache != nullptr;
   own_src_ = *src.layout;
   own_dst_ = *dst.layout;
@@ -77,13 +74,13 @@ Program::Program(const char* verb, End src, End dst, BuildOptions options)
     layers_ = *options_.num_layers;
     const std::int64_t limit = std::min(src_layers - options_.src_first_layer, dst_layers - options_.dst_first_layer);
     if (options_.src_first_layer < 0 || options_.dst_first_layer < 0 || layers_ < 0 || layers_ > limit) {
-      fail(ErrorCode::kBlockIndex,
-           fmt::format("layers ({}, {}) are outside the caches (num_layers is {} and {})", options_.dst_first_layer,
-                       layers_, src_layers, dst_layers));
+      fail(ErrorCode::kBlockIndex, fmt::format("layers ({}, {}) are outside the caches (num_layers is {} and {})",
+                                               options_.dst_first_layer, layers_, src_layers, dst_layers));
     }
   } else {
     if (src_layers != dst_layers) {
-      fail(ErrorCode::kLayout, fmt::format("the source has {} layers, the destination {}; give layers=", src_layers, dst_layers));
+      fail(ErrorCode::kLayout,
+           fmt::format("the source has {} layers, the destination {}; give layers=", src_layers, dst_layers));
     }
     layers_ = src_layers;
   }
@@ -102,7 +99,8 @@ Program::Program(const char* verb, End src, End dst, BuildOptions options)
     if (src_->find_plane(name) == nullptr) fail(ErrorCode::kArgument, fmt::format("scales: no plane '{}'", name));
     for (const float value : values) {
       if (!(value > 0.0F) || value > 3.0e38F) {
-        fail(ErrorCode::kArgument, fmt::format("scales: {} of plane '{}' is not a positive finite number", value, name));
+        fail(ErrorCode::kArgument,
+             fmt::format("scales: {} of plane '{}' is not a positive finite number", value, name));
       }
     }
   }
@@ -119,7 +117,8 @@ Program::Program(const char* verb, End src, End dst, BuildOptions options)
     }
     for (const auto& [layout, one] : {std::pair{src_, &plane}, std::pair{dst_, twin}}) {
       if (one->extent(Axis::kBlock) == 1 && layout->geometry().num_blocks > 1 && layout->order().has(Axis::kBlock)) {
-        fail(ErrorCode::kLayout, fmt::format("plane '{}' of '{}' has no block axis", plane.name, layout->order().text()));
+        fail(ErrorCode::kLayout,
+             fmt::format("plane '{}' of '{}' has no block axis", plane.name, layout->order().text()));
       }
     }
     if (plane.dtype != twin->dtype) {
@@ -129,8 +128,8 @@ Program::Program(const char* verb, End src, End dst, BuildOptions options)
                                             plane.name, name_of(plane.dtype), name_of(twin->dtype)));
       }
       if (!is_castable(plane.dtype) || !is_castable(twin->dtype)) {
-        fail(ErrorCode::kDType, fmt::format("plane '{}': no cast from {} to {}", plane.name, name_of(plane.dtype),
-                                            name_of(twin->dtype)));
+        fail(ErrorCode::kDType,
+             fmt::format("plane '{}': no cast from {} to {}", plane.name, name_of(plane.dtype), name_of(twin->dtype)));
       }
     }
     PlanePair pair{&plane, twin, {0, 0, plane.extent(Axis::kHead)}, false};
@@ -163,6 +162,10 @@ Program::Program(const char* verb, End src, End dst, BuildOptions options)
                                            plane.name, plane.extent(Axis::kToken), twin->extent(Axis::kToken)));
     }
     if (const auto scales = options_.plan.scales.find(plane.name); scales != options_.plan.scales.end()) {
+      if (plane.dtype == twin->dtype) {
+        fail(ErrorCode::kArgument, fmt::format("scales: plane '{}' is {} on both sides, nothing is scaled", plane.name,
+                                               name_of(plane.dtype)));
+      }
       if (!is_f8(plane.dtype) && !is_f8(twin->dtype)) {
         fail(ErrorCode::kArgument, fmt::format("scales: neither side of plane '{}' is an f8 type", plane.name));
       }
@@ -187,14 +190,13 @@ void Program::build_strands(Nest& nest) const {
   for (const PlanePair& pair : planes_) {
     const Plane& src = *pair.src;
     const Plane& dst = *pair.dst;
-    const std::vector<Mode> src_token = with_axis(src, Axis::kToken);
-    const std::vector<Mode> dst_token = with_axis(dst, Axis::kToken);
+    const std::vector<Mode> src_token = src.merged(Axis::kToken);
+    const std::vector<Mode> dst_token = dst.merged(Axis::kToken);
     const std::int64_t tokens = pair.whole_only ? src.extent(Axis::kToken) : nest.tokens;
     const std::int64_t src_phase = pair.whole_only ? 0 : nest.src_phase % period_of(src);
     const std::int64_t dst_phase = pair.whole_only ? 0 : nest.dst_phase % period_of(dst);
     const auto token_pieces = refine(src_token, src_phase, dst_token, dst_phase, tokens);
-    const auto dim_pieces =
-        refine(with_axis(src, Axis::kDim), 0, with_axis(dst, Axis::kDim), 0, src.extent(Axis::kDim));
+    const auto dim_pieces = refine(src.merged(Axis::kDim), 0, dst.merged(Axis::kDim), 0, src.extent(Axis::kDim));
     Cast cast;
     cast.active = src.dtype != dst.dtype;
     cast.src = src.dtype;
@@ -210,24 +212,24 @@ void Program::build_strands(Nest& nest) const {
         head_ranges.push_back({pair.heads.src_first + h, pair.heads.dst_first + h, 1});
       }
     }
-    SlotOffset src_slot{src.merged(Axis::kBlock), src_token, src_size, 1};
-    SlotOffset dst_slot{dst.merged(Axis::kBlock), dst_token, dst_size, 1};
+    SlotOffset src_slot{src.merged(Axis::kBlock), src_token, src_size};
+    SlotOffset dst_slot{dst.merged(Axis::kBlock), dst_token, dst_size};
     if (pair.whole_only) src_slot.token = dst_slot.token = {};
     for (const RangePair& range : head_ranges) {
       if (scales.size() > 1) cast.scale = scales[static_cast<std::size_t>(range.src_first)];
       if (scales.size() == 1) cast.scale = scales[0];
-      const auto head_pieces = refine(with_axis(src, Axis::kHead), range.src_first, with_axis(dst, Axis::kHead),
-                                      range.dst_first, range.count);
+      const auto head_pieces =
+          refine(src.merged(Axis::kHead), range.src_first, dst.merged(Axis::kHead), range.dst_first, range.count);
       // Splits that do not nest fall into single elements; a plan of such pieces would outgrow the data.
       constexpr std::int64_t kMaxBases = std::int64_t{1} << 22;
       std::int64_t pieces = 1;
-      for (const std::size_t count : {token_pieces.size(), head_pieces.size(), dim_pieces.size(),
-                                      static_cast<std::size_t>(layers_)}) {
+      for (const std::size_t count :
+           {token_pieces.size(), head_pieces.size(), dim_pieces.size(), static_cast<std::size_t>(layers_)}) {
         if (__builtin_mul_overflow(std::max<std::int64_t>(pieces, 1), static_cast<std::int64_t>(count), &pieces) ||
             pieces > kMaxBases) {
           throw Error(ErrorCode::kArgument,
-                      fmt::format("{}: plane '{}' falls into more than {} pieces between '{}' and '{}'", verb_, src.name,
-                                  kMaxBases, src_->order().text(), dst_->order().text()));
+                      fmt::format("{}: plane '{}' falls into more than {} pieces between '{}' and '{}'", verb_,
+                                  src.name, kMaxBases, src_->order().text(), dst_->order().text()));
         }
       }
       for (const Piece& token : token_pieces) {
@@ -348,7 +350,8 @@ void Program::bind_tokens(std::span<const std::int64_t> src_blocks, std::span<co
   if (!whole) {
     for (const PlanePair& pair : planes_) {
       if (pair.whole_only) {
-        throw Error(ErrorCode::kArgument, fmt::format("{}: plane '{}' moves with whole blocks only", verb_, pair.src->name));
+        throw Error(ErrorCode::kArgument,
+                    fmt::format("{}: plane '{}' moves with whole blocks only", verb_, pair.src->name));
       }
     }
   }
@@ -372,21 +375,22 @@ void Program::bind_tokens(std::span<const std::int64_t> src_blocks, std::span<co
   for (std::size_t i = 1; i < written.size(); ++i) {
     if (written[i].first < written[i - 1].end) {
       clear();
-      throw Error(ErrorCode::kArgument, fmt::format("{}: destination slot {} (block {}, token {}) is given twice", verb_,
-                                                    written[i].first, written[i].first / dst_size,
-                                                    written[i].first % dst_size));
+      throw Error(ErrorCode::kArgument,
+                  fmt::format("{}: destination slot {} (block {}, token {}) is given twice", verb_, written[i].first,
+                              written[i].first / dst_size, written[i].first % dst_size));
     }
   }
 }
 
 void Program::bind_slots(std::span<const std::int64_t> src_slots, std::span<const std::int64_t> dst_slots) {
   if (src_slots.size() != dst_slots.size()) {
-    throw Error(ErrorCode::kArgument, fmt::format("{}: {} source slots, {} destination slots", verb_, src_slots.size(),
-                                                  dst_slots.size()));
+    throw Error(ErrorCode::kArgument,
+                fmt::format("{}: {} source slots, {} destination slots", verb_, src_slots.size(), dst_slots.size()));
   }
   for (const PlanePair& pair : planes_) {
     if (pair.whole_only && src_->geometry().block_size * dst_->geometry().block_size > 1) {
-      throw Error(ErrorCode::kArgument, fmt::format("{}: plane '{}' moves with whole blocks only", verb_, pair.src->name));
+      throw Error(ErrorCode::kArgument,
+                  fmt::format("{}: plane '{}' moves with whole blocks only", verb_, pair.src->name));
     }
   }
   const auto check = [&](const char* side, std::size_t i, std::int64_t slot, const Layout& layout) {
@@ -395,8 +399,8 @@ void Program::bind_slots(std::span<const std::int64_t> src_slots, std::span<cons
     const bool inside = slot >= 0 && slot / g.block_size < blocks;
     if (!inside) {
       throw Error(ErrorCode::kBlockIndex,
-                  fmt::format("{}: slot {} in slots[{}] is outside the {} (num_blocks {} × block_size {} is {})", verb_, slot,
-                              i, side, blocks, g.block_size, blocks * g.block_size));
+                  fmt::format("{}: slot {} in slots[{}] is outside the {} (num_blocks {} × block_size {} is {})", verb_,
+                              slot, i, side, blocks, g.block_size, blocks * g.block_size));
     }
   };
   std::vector<std::int64_t> sorted(dst_slots.begin(), dst_slots.end());
@@ -416,9 +420,10 @@ void Program::bind_slots(std::span<const std::int64_t> src_slots, std::span<cons
 std::map<std::int64_t, std::int64_t> Program::sizes() const {
   std::map<std::int64_t, std::int64_t> out;
   for (const Nest& nest : nests_) {
-    for_each_copy(nest, options_.merge, [&](Side, Side, const Loop* loops, std::size_t num, const Strand&, std::int64_t run) {
-      out[run] += iterations(loops, num);
-    });
+    for_each_copy(nest, options_.merge,
+                  [&](Side, Side, const Loop* loops, std::size_t num, const Strand&, std::int64_t run) {
+                    out[run] += iterations(loops, num);
+                  });
   }
   return out;
 }
@@ -495,7 +500,8 @@ void hulls(const Layout& layout, const std::vector<std::byte*>& tensors, std::ve
 }  // namespace
 
 void Program::check_memory() const {
-  if (!has_memory_) throw Error(ErrorCode::kArgument, fmt::format("{}: a plan of layouts has no memory to run on", verb_));
+  if (!has_memory_)
+    throw Error(ErrorCode::kArgument, fmt::format("{}: a plan of layouts has no memory to run on", verb_));
   if (read_only_) throw Error(ErrorCode::kArgument, fmt::format("{}: the destination is read-only", verb_));
   std::vector<Interval> reads;
   std::vector<Interval> writes;
@@ -507,39 +513,43 @@ void Program::check_memory() const {
     reads.clear();
     writes.clear();
     for (const Nest& nest : nests_) {
-      for_each_copy(nest, options_.merge, [&](Side src, Side dst, const Loop* loops, std::size_t num,
-                                              const Strand& strand, std::int64_t run) {
-        const std::int64_t src_run = strand.cast.active ? item_size(strand.cast.src) : run;
-        if (!exact) {
-          std::int64_t s = src.byte + src_run;
-          std::int64_t d = dst.byte + run;
-          for (std::size_t i = 0; i < num; ++i) {
-            s += (loops[i].extent - 1) * loops[i].src;
-            d += (loops[i].extent - 1) * loops[i].dst;
-          }
-          reads.push_back({src.byte, s});
-          writes.push_back({dst.byte, d});
-          return;
-        }
-        std::vector<std::int64_t> at(num, 0);
-        while (true) {
-          std::int64_t s = src.byte;
-          std::int64_t d = dst.byte;
-          for (std::size_t i = 0; i < num; ++i) {
-            s += at[i] * loops[i].src;
-            d += at[i] * loops[i].dst;
-          }
-          reads.push_back({s, s + src_run});
-          writes.push_back({d, d + run});
-          std::size_t i = num;
-          while (i > 0 && ++at[i - 1] == loops[i - 1].extent) at[--i] = 0;
-          if (i == 0) break;
-        }
-      });
+      for_each_copy(
+          nest, options_.merge,
+          [&](Side src, Side dst, const Loop* loops, std::size_t num, const Strand& strand, std::int64_t run) {
+            const std::int64_t src_run = strand.cast.active ? item_size(strand.cast.src) : run;
+            if (!exact) {
+              Interval read{src.byte, src.byte + src_run};
+              Interval write{dst.byte, dst.byte + run};
+              for (std::size_t i = 0; i < num; ++i) {  // steps may go backwards
+                const std::int64_t s = (loops[i].extent - 1) * loops[i].src;
+                const std::int64_t d = (loops[i].extent - 1) * loops[i].dst;
+                (s < 0 ? read.begin : read.end) += s;
+                (d < 0 ? write.begin : write.end) += d;
+              }
+              reads.push_back(read);
+              writes.push_back(write);
+              return;
+            }
+            std::vector<std::int64_t> at(num, 0);
+            while (true) {
+              std::int64_t s = src.byte;
+              std::int64_t d = dst.byte;
+              for (std::size_t i = 0; i < num; ++i) {
+                s += at[i] * loops[i].src;
+                d += at[i] * loops[i].dst;
+              }
+              reads.push_back({s, s + src_run});
+              writes.push_back({d, d + run});
+              std::size_t i = num;
+              while (i > 0 && ++at[i - 1] == loops[i - 1].extent) at[--i] = 0;
+              if (i == 0) break;
+            }
+          });
     }
     if (!meet(reads, writes)) return;
   }
-  throw Error(ErrorCode::kArgument, fmt::format("{}: source and destination share memory: a byte that is read is also written", verb_));
+  throw Error(ErrorCode::kArgument,
+              fmt::format("{}: source and destination share memory: a byte that is read is also written", verb_));
 }
 
 namespace {
@@ -551,7 +561,9 @@ struct Part {
 
   /// The share of `count` pieces of `size` bytes from `at` on that starts in this part. Neighbouring parts agree.
   std::pair<std::int64_t, std::int64_t> of(std::int64_t at, std::int64_t count, std::int64_t size) const {
-    const auto cut = [&](std::int64_t edge) { return std::clamp<std::int64_t>((edge - at + size - 1) / size, 0, count); };
+    const auto cut = [&](std::int64_t edge) {
+      return std::clamp<std::int64_t>((edge - at + size - 1) / size, 0, count);
+    };
     return {begin <= at ? 0 : cut(begin), end <= at ? 0 : cut(end)};
   }
 };
@@ -563,44 +575,45 @@ void Program::run_part(std::int64_t begin, std::int64_t end, bool stream) const 
   const Part part{begin, end};
   std::int64_t at = 0;
   for (const Nest& nest : nests_) {
-    for_each_copy(nest, options_.merge, [&](Side src, Side dst, const Loop* loops, std::size_t num, const Strand& strand,
-                                            std::int64_t run) {
-      const std::int64_t start = at;
-      const std::int64_t bytes = iterations(loops, num) * run;
-      at += bytes;
-      if (at <= begin || start >= end) return;
-      const auto* from = reinterpret_cast<const std::byte*>(src.byte);
-      auto* to = reinterpret_cast<std::byte*>(dst.byte);
-      if (strand.cast.active && num == 0) {
-        if (part.of(start, 1, run).second > part.of(start, 1, run).first) cpu::cast(to, from, loops, num, strand.cast);
-        return;
-      }
-      if (num == 0) {
-        const auto [first, last] = part.of(start, (run + kLine - 1) / kLine, kLine);
-        const std::int64_t low = first * kLine;
-        const std::int64_t high = std::min(run, last * kLine);
-        if (high > low) cpu::copy(to + low, from + low, loops, num, high - low, stream);
-        return;
-      }
-      const auto [first, last] = part.of(start, loops[0].extent, bytes / loops[0].extent);
-      if (last <= first) return;
-      std::array<Loop, 32> mine;
-      std::vector<Loop> many;
-      Loop* copy = mine.data();
-      if (num > mine.size()) {
-        many.resize(num);
-        copy = many.data();
-      }
-      std::copy(loops, loops + num, copy);
-      copy[0].extent = last - first;
-      from += first * loops[0].src;
-      to += first * loops[0].dst;
-      if (strand.cast.active) {
-        cpu::cast(to, from, copy, num, strand.cast);
-      } else {
-        cpu::copy(to, from, copy, num, run, stream);
-      }
-    });
+    for_each_copy(nest, options_.merge,
+                  [&](Side src, Side dst, const Loop* loops, std::size_t num, const Strand& strand, std::int64_t run) {
+                    const std::int64_t start = at;
+                    const std::int64_t bytes = iterations(loops, num) * run;
+                    at += bytes;
+                    if (at <= begin || start >= end) return;
+                    const auto* from = reinterpret_cast<const std::byte*>(src.byte);
+                    auto* to = reinterpret_cast<std::byte*>(dst.byte);
+                    if (strand.cast.active && num == 0) {
+                      if (part.of(start, 1, run).second > part.of(start, 1, run).first)
+                        cpu::cast(to, from, loops, num, strand.cast);
+                      return;
+                    }
+                    if (num == 0) {
+                      const auto [first, last] = part.of(start, (run + kLine - 1) / kLine, kLine);
+                      const std::int64_t low = first * kLine;
+                      const std::int64_t high = std::min(run, last * kLine);
+                      if (high > low) cpu::copy(to + low, from + low, loops, num, high - low, stream);
+                      return;
+                    }
+                    const auto [first, last] = part.of(start, loops[0].extent, bytes / loops[0].extent);
+                    if (last <= first) return;
+                    std::array<Loop, 32> mine;
+                    std::vector<Loop> many;
+                    Loop* copy = mine.data();
+                    if (num > mine.size()) {
+                      many.resize(num);
+                      copy = many.data();
+                    }
+                    std::copy(loops, loops + num, copy);
+                    copy[0].extent = last - first;
+                    from += first * loops[0].src;
+                    to += first * loops[0].dst;
+                    if (strand.cast.active) {
+                      cpu::cast(to, from, copy, num, strand.cast);
+                    } else {
+                      cpu::copy(to, from, copy, num, run, stream);
+                    }
+                  });
   }
   if (stream) cpu::fence();
 }
@@ -609,7 +622,8 @@ void Program::run() const {
   constexpr std::int64_t kShare = std::int64_t{1} << 19;  // bytes below which a thread is not worth waking
   const std::int64_t bytes = num_bytes();
   const bool stream = streams();
-  const auto threads = static_cast<int>(std::min<std::int64_t>(num_threads(), std::max<std::int64_t>(bytes / kShare, 1)));
+  const auto threads =
+      static_cast<int>(std::min<std::int64_t>(num_threads(), std::max<std::int64_t>(bytes / kShare, 1)));
   if (threads == 1) return run_part(0, bytes, stream);
   cpu::parallel_for(threads, [&](int i) { run_part(bytes * i / threads, bytes * (i + 1) / threads, stream); });
 }

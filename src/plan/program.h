@@ -43,12 +43,12 @@ struct Base {
   Side dst;
 };
 
-/// Bytes that a slot (block × block_size + token) adds to an address.
+/// Bytes that a slot (block × block_size + token) adds to an address: its block, and its place along the outermost
+/// token mode. What lies below that mode is in the loops.
 struct SlotOffset {
   std::vector<Mode> block;
   std::vector<Mode> token;
   std::int64_t block_size = 1;
-  std::int64_t period = 1;  ///< tokens below the outermost token mode; the rest of the slot is in the loops
   std::int64_t operator()(std::int64_t slot) const;
   bool operator==(const SlotOffset&) const = default;
 };
@@ -105,9 +105,11 @@ struct End {
   const Cache* cache;  ///< null for a layout without memory
 };
 
-/// Called for each copy: addresses (tensor, byte) and length.
+/// Both layouts, the nests and what they are bound to. Not copyable: nests point into its layouts.
 class Program {
  public:
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
   Program(const char* verb, End src, End dst, BuildOptions options);
 
   void bind(std::span<const Pair> pairs);
@@ -161,7 +163,7 @@ class Program {
 template <class Sink>
 void for_each_copy(const Nest& nest, bool merge, const Sink& sink);
 
-/// Puts loops in order, joins what is contiguous into the run; `run` < 0 (casts) joins nothing.
+/// Puts loops in order, joins what is contiguous into the run; casts (`join` false) join nothing.
 void coalesce(std::vector<Loop>& loops, std::int64_t& run, bool join);
 /// Joins bases whose runs touch on both sides, and splits by run; repeated until nothing changes.
 std::vector<Strand> join_strands(std::vector<Strand> strands);
@@ -190,8 +192,7 @@ void for_each_copy(const Nest& nest, bool merge, const Sink& sink) {
     };
     const std::int64_t src_step = step(strand.src_slot);
     const std::int64_t dst_step = step(strand.dst_slot);
-    while (outer < strand.loops.size() && strand.loops[outer].src > src_step &&
-           strand.loops[outer].dst > dst_step) {
+    while (outer < strand.loops.size() && strand.loops[outer].src > src_step && strand.loops[outer].dst > dst_step) {
       ++outer;
     }
     const bool runs_only = outer == strand.loops.size() && !strand.cast.active && merge;

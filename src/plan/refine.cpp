@@ -42,8 +42,8 @@ std::vector<Piece> refine(const std::vector<Mode>& src, std::int64_t src_first, 
       const std::int64_t below = digits[i];
       const std::int64_t above = i + 1 < digits.size() ? digits[i + 1] : count;
       if (above / below <= 1) continue;
-      piece.loops.push_back({above / below, offset_of(src, src_first + below) - src0,
-                             offset_of(dst, dst_first + below) - dst0});
+      piece.loops.push_back(
+          {above / below, offset_of(src, src_first + below) - src0, offset_of(dst, dst_first + below) - dst0});
     }
     return {piece};
   }
@@ -75,9 +75,8 @@ std::vector<Piece> refine(const std::vector<Mode>& src, std::int64_t src_first, 
 
 void coalesce(std::vector<Loop>& loops, std::int64_t& run, bool join) {
   std::erase_if(loops, [](const Loop& loop) { return loop.extent == 1; });
-  std::sort(loops.begin(), loops.end(), [](const Loop& a, const Loop& b) {
-    return a.dst != b.dst ? a.dst > b.dst : a.src > b.src;
-  });
+  std::sort(loops.begin(), loops.end(),
+            [](const Loop& a, const Loop& b) { return a.dst != b.dst ? a.dst > b.dst : a.src > b.src; });
   for (bool again = join; again;) {
     again = false;
     for (std::size_t i = 0; i < loops.size(); ++i) {

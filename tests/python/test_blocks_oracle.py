@@ -208,9 +208,7 @@ def test_canonical_text_is_the_layout(order: str, dtype: str) -> None:
     again = kv.Layout(str(layout), g)
     assert again == layout
     assert str(again) == str(layout)
-    assert all(
-        again.offset(p, *i) == layout.offset(p, *i) for p in layout.planes for i in oracle.elements(layout, p)
-    )
+    assert all(again.offset(p, *i) == layout.offset(p, *i) for p in layout.planes for i in oracle.elements(layout, p))
 
 
 RECORDS = [
@@ -220,13 +218,16 @@ RECORDS = [
 ]
 
 
-@pytest.mark.parametrize(("src_order", "dst_order"), list(itertools.permutations(["B N X", "L B N X", "B L N X", "B X"], 2)))
+@pytest.mark.parametrize(
+    ("src_order", "dst_order"), list(itertools.permutations(["B N X", "L B N X", "B L N X", "B X"], 2))
+)
 def test_replicated_records(src_order: str, dst_order: str) -> None:
     """MLA planes have no H: they are copied whole whatever the head range."""
     g = geometry(heads=4)
     record = "{latent: N D[16] f8_e4m3, latent_scale: N D[1] f32, rope: N D[8] bf16}"
     texts = [
-        o.replace("N X", "X").replace("X", record) if o == "B X" else o.replace("N X", record) for o in (src_order, dst_order)
+        o.replace("N X", "X").replace("X", record) if o == "B X" else o.replace("N X", record)
+        for o in (src_order, dst_order)
     ]
     src = oracle.Memory(kv.Layout(texts[0], g), 5)
     dst = oracle.Memory(kv.Layout(texts[1], g))

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// Verbs from many threads at once, the pool's split of large jobs, and forked children. Run under ThreadSanitizer too.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <thread>
+
+#include "cpu/pool.h"
+#include "oracle.h"
+
+namespace kvstride {
+namespace {
+
+using test::Memory;
+
+Geometry big_geometry() {
+  Geometry g = test::small_geometry();
+  g.num_blocks = 16;
+  g.block_size = 64;
+  g.head_size = 256;  // 2 MiB a layer: split over the pool
+  g.num_kv_heads = 4;
+  return g;
+}
+
+std::vector<Pair> reversed_pairs() {
+  std::vector<Pair> pairs;
+  for (std::int64_t i = 0; i < 16; ++i) pairs.push_back({i, 15 - i});
+  return pairs;
+}
+
+TEST(Threads, EveryNumberOfThreadsMovesTheSameBytes) {
+  const char* targets[] = {"KV B H N D", "B H {key: D N, value: N D}", "{key: B H D/x N D%x, value: B H D N}"};
+  for (const char* target : targets) {
+    Memory src(Layout("B KV N H D", big_geometry()), 5);
+    std::vector<std::vector<std::byte>> want;
+    for (const int threads : {1, 2, 3, 7}) {
+      set_num_threads(threads);
+      Memory dst(Layout(target, big_geometry()));
+      convert_blocks(src.cache(), dst.cache(), reversed_pairs());
+      if (threads == 1) want = dst.buffers;
+      EXPECT_EQ(dst.buffers, want) << target << " with " << threads;
+    }
+  }
+  set_num_threads(0);
+  EXPECT_THROW(set_num_threads(-1), Error);
+  EXPECT_GE(num_threads(), 1);
+}
+
+TEST(Threads, CallersDoNotDisturbEachOther) {
+  set_num_threads(2);
+  Memory src(Layout("B KV N H D", big_geometry()), 5);
+  Memory dst(Layout("B KV H N D", big_geometry()));
+  Memory want = dst;
+  convert_blocks(src.cache(), want.cache(), reversed_pairs());
+  const Cache from = src.cache();
+  const Cache to = dst.cache();
+  std::vector<std::thread> callers;
+  for (std::int64_t t = 0; t < 4; ++t) {
+    callers.emplace_back([&, t] {
+      for (int round = 0; round < 3; ++round) {
+        for (std::int64_t i = t; i < 16; i += 4) convert_blocks(from, to, std::vector<Pair>{{i, 15 - i}});
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(dst.buffers, want.buffers);
+  set_num_threads(0);
+}
+
+#if !defined(__SANITIZE_THREAD__)
+TEST(Threads, AForkedChildHasAPoolOfItsOwn) {
+  cpu::parallel_for(3, [](int) {});
+  const pid_t child = fork();
+  if (child == 0) {
+    std::atomic<int> sum{0};
+    cpu::parallel_for(4, [&](int i) { sum += i; });
+    _exit(sum == 6 ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+#endif
+
+TEST(Threads, C91WhatIsBoundIsACopyOfTheIds) {
+  Memory src(Layout("B KV N H D", test::small_geometry()), 5);
+  Memory dst(Layout("B KV H N D", test::small_geometry()));
+  Memory want = dst;
+  test::convert(src, want, {{1, 2}});
+  Plan plan(src.cache(), dst.cache());
+  std::vector<Pair> pairs{{1, 2}};
+  plan.bind(pairs);
+  pairs[0] = {3, 4};
+  plan.run();
+  EXPECT_EQ(dst.buffers, want.buffers);
+}
+
+}  // namespace
+}  // namespace kvstride
