@@ -57,7 +57,7 @@ void check_geometry(const Geometry& geometry) {
   if (geometry.value_head_size) check("value_head_size", *geometry.value_head_size);
   for (const auto& [name, value] : geometry.symbols) {
     const bool word =
-        !name.empty() && name.size() <= 8 && name[0] >= 'a' && name[0] <= 'z' &&
+        !name.empty() && name.size() <= 3 && name != "dv" && name[0] >= 'a' && name[0] <= 'z' &&
         std::all_of(name.begin(), name.end(), [](char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'); });
     if (!word || dtype_from_name(name)) {
       throw Error(ErrorCode::kLayout, "geometry: unknown size '" + name.substr(0, 40) +

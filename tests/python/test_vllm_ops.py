@@ -602,3 +602,326 @@ def test_reshape_and_cache_refusals(lib: Any) -> None:
             key, value, tensor[0], tensor[1], lib(SLOTS), "auto", lib(np.ones(3, np.float32)), 1.0
         )
     assert not cache.any()
+
+
+# --- registered caches: a view must be a plane, element by element --------------------------------------------------
+
+
+def refused(error: type[Exception], match: str, arrays: list[np.ndarray], call: Callable[[], Any]) -> None:
+    """The call raises one line and changes no byte."""
+    before = [array.copy() for array in arrays]
+    with pytest.raises(error, match=match) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+    for array, was in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(array, was)
+
+
+def test_registered_views_must_be_whole_planes(lib: Any) -> None:
+    array = filled((NB, 2, BS, NH, HS))
+    cache = lib(array)
+    ops.register(cache, layout="vllm/flashinfer-nhd")
+    parts = {
+        "fewer blocks": (cache[:2, 0], cache[:2, 1]),
+        "fewer heads": (cache[:, 0, :, :1], cache[:, 1, :, :1]),
+        "fewer tokens": (cache[:, 0, :2], cache[:, 1, :2]),
+        "half the head": (cache[:, 0, ..., :4], cache[:, 1, ..., :4]),
+        "K and V swapped": (cache[:, 1], cache[:, 0]),
+        "every other block": (cache[::2, 0], cache[::2, 1]),
+    }
+    for key, value in parts.values():
+        refused(kv.LayoutError, r"registered cache of shape \(5, 2, 4, 3, 8\)", [array],
+                lambda key=key, value=value: ops.copy_blocks([key], [value], [(0, 1)]))  # fmt: skip
+    refused(kv.LayoutError, r"registered", [array], lambda: ops.copy_blocks([cache[:2, 0]], [(0, 1)]))
+    other = np.zeros((NB, BS, NH, 1), np.int32)
+    refused(kv.LayoutError, "registered", [array, other],
+            lambda: ops.swap_blocks(lib(other), cache[..., :1][:, 0], [(0, 1)]))  # fmt: skip
+
+
+def test_registered_caches_are_written_through_their_own_views_only(lib: Any) -> None:
+    key, value = (lib(x) for x in tokens())
+    geometry = kv.Geometry(num_blocks=NB, block_size=BS, num_kv_heads=NH, head_size=HS, dtype="f32")
+    plain, opaque = np.zeros((2, NB, BS, NH, HS), np.float32), np.zeros((2, NB, BS, NH, HS), np.float32)
+    both = [plain, opaque]
+    ops.register(lib(plain), layout="vllm/flash-attention-nhd")
+    ops.register(lib(opaque), layout="vllm/rocm-attention", geometry=geometry)
+    rest = (lib(SLOTS), "auto", 1.0, 1.0)
+    square = lib(plain).swapaxes(2, 3)
+    for op, views in (
+        (ops.reshape_and_cache, x_split("kv-first", lib(plain), 4)),
+        (ops.reshape_and_cache_flash, (lib(opaque)[0], lib(opaque)[1])),
+        (ops.reshape_and_cache_flash, (square[0], square[1])),  # heads and tokens exchanged
+        (ops.reshape_and_cache_flash, (lib(plain)[0, :2], lib(plain)[1, :2])),
+        (ops.reshape_and_cache_flash, (lib(plain)[0], lib(plain)[0])),
+    ):
+        refused(kv.LayoutError, "registered cache of shape", both,
+                lambda op=op, views=views: op(key, value, *views, *rest))  # fmt: skip
+
+
+def test_equal_heads_and_tokens_do_not_hide_a_transposed_view(lib: Any) -> None:
+    array = np.zeros((NB, 2, 3, 3, HS), np.float32)
+    cache = lib(array)
+    ops.register(cache, layout="vllm/flashinfer-nhd")
+    key, value = (lib(x) for x in tokens())
+    views = cache[:, 0].swapaxes(1, 2), cache[:, 1].swapaxes(1, 2)
+    refused(kv.LayoutError, "registered", [array],
+            lambda: ops.reshape_and_cache_flash(key, value, *views, lib(SLOTS[:3]), "auto", 1.0, 1.0))  # fmt: skip
+
+
+def fp8_cache(dtype: str, array: np.ndarray, lib: Any) -> Any:
+    cache = lib(array)
+    geometry = kv.Geometry(num_blocks=NB, block_size=BS, num_kv_heads=NH, head_size=HS, dtype=dtype)
+    ops.register(cache, layout="vllm/flash-attention-nhd", geometry=geometry)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [("f8_e4m3", "auto"), ("f8_e4m3", "fp8_e5m2"), ("f8_e5m2", "fp8"), ("f8_e4m3", "int4"), ("f8_e4m3", "float32"),
+     ("f8_e4m3", None), ("f8_e5m2", "fp8_e4m3")],
+)  # fmt: skip
+def test_kv_cache_dtype_must_agree_with_the_registered_dtype(lib: Any, dtype: str, kind: Any) -> None:
+    array = np.zeros((2, NB, BS, NH, HS), np.uint8)
+    cache = fp8_cache(dtype, array, lib)
+    key, value = (lib(x) for x in tokens())
+    refused(kv.DTypeError, "reshape_and_cache_flash: ", [array],
+            lambda: ops.reshape_and_cache_flash(key, value, cache[0], cache[1], lib(SLOTS), kind, 1.0, 1.0)
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("f8_e4m3", "fp8"), ("f8_e5m2", "fp8_e5m2"), ("u8", "fp8_e4m3")])
+def test_kv_cache_dtype_that_agrees_quantises(lib: Any, dtype: str, kind: str) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    array = np.zeros((2, NB, BS, NH, HS), np.uint8)
+    cache = fp8_cache(dtype, array, lib)
+    key, value = tokens()
+    ops.reshape_and_cache_flash(lib(key), lib(value), cache[0], cache[1], lib(SLOTS), kind, 0.5, 2.0)
+    stored = ml_dtypes.float8_e5m2 if kind == "fp8_e5m2" else ml_dtypes.float8_e4m3fn
+    np.testing.assert_array_equal(array[0, 1, 3], (key[0] / 0.5).astype(stored).view(np.uint8))
+    np.testing.assert_array_equal(array[1, 1, 3], (value[0] / 2.0).astype(stored).view(np.uint8))
+
+
+@pytest.mark.parametrize("kind", ["half", "bfloat16", "fp8"])
+def test_kv_cache_dtype_over_f32(lib: Any, kind: str) -> None:
+    array = np.zeros((2, NB, BS, NH, HS), np.float32)
+    cache = lib(array)
+    key, value = (lib(x) for x in tokens())
+    for register in (False, True):
+        if register:
+            ops.register(cache, layout="vllm/flash-attention-nhd")
+        refused(kv.DTypeError, kind, [array],
+                lambda: ops.reshape_and_cache_flash(key, value, cache[0], cache[1], lib(SLOTS), kind, 1.0, 1.0)
+                )  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_registered_caches_over_one_memory(lib: Any, first: int) -> None:
+    """Groups share memory: the view decides, not who came first."""
+    memory = np.zeros(NB * 2 * BS * NH * HS, np.float32)
+    shapes = [(NB, 2, BS, NH, HS), (NB * 2, 2, 2, NH, HS)]  # blocks of 4 tokens, and of 2
+    caches = [lib(memory.reshape(shape)) for shape in shapes]
+    for i in (first, 1 - first):
+        ops.register(caches[i], layout="vllm/flashinfer-nhd")
+    key, value = tokens()
+    for cache, shape in zip(caches, shapes, strict=True):
+        memory[:] = 0
+        ops.reshape_and_cache_flash(
+            lib(key), lib(value), cache[:, 0], cache[:, 1], lib(np.array([3])), "auto", 1.0, 1.0
+        )  # fmt: skip
+        expected = np.zeros(shape, np.float32)
+        expected[3 // shape[2], 0, 3 % shape[2]], expected[3 // shape[2], 1, 3 % shape[2]] = key[0], value[0]
+        np.testing.assert_array_equal(memory.reshape(shape), expected)
+
+
+def test_two_registered_caches_that_both_fit_and_differ(lib: Any) -> None:
+    memory = np.zeros((2, NB, BS, NH, HS), np.uint16)
+    ops.register(lib(memory), layout="vllm/flash-attention-nhd", geometry=kv.Geometry(
+        num_blocks=NB, block_size=BS, num_kv_heads=NH, head_size=HS, dtype="bf16"))  # fmt: skip
+    flat = lib(memory.reshape(-1))
+    ops.register(flat, layout="vllm/flash-attention-nhd", geometry=kv.Geometry(
+        num_blocks=NB, block_size=BS, num_kv_heads=NH, head_size=HS, dtype="f16"))  # fmt: skip
+    key, value = (lib(x) for x in tokens(np.float16))
+    refused(kv.AmbiguousLayout, "two registered caches", [memory], lambda: ops.reshape_and_cache_flash(
+        key, value, lib(memory)[0], lib(memory)[1], lib(SLOTS), "auto", 1.0, 1.0))  # fmt: skip
+
+
+def test_registered_layers_that_interleave(lib: Any) -> None:
+    array = filled((NB, 3, 2, BS, NH, HS)).astype(np.float32)
+    big = lib(array)
+    ops.register([big[:, layer] for layer in range(3)], layout="vllm/flashinfer-nhd")
+    expected = array.copy()
+    expected[3, 1] = expected[0, 1]
+    ops.copy_blocks([big[:, 1, 0]], [big[:, 1, 1]], [(0, 3)])
+    np.testing.assert_array_equal(array, expected)
+    key, value = tokens()
+    ops.reshape_and_cache_flash(
+        lib(key), lib(value), big[:, 2, 0], big[:, 2, 1], lib(np.array([7])), "auto", 1.0, 1.0
+    )  # fmt: skip
+    expected[1, 2, 0, 3], expected[1, 2, 1, 3] = key[0], value[0]
+    np.testing.assert_array_equal(array, expected)
+
+
+# --- layout= against the views' strides -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["vllm/flashinfer-hnd", "vllm/flash-attention-nhd", "vllm/flex-attention",
+                                    "vllm/packed-hnd", "vllm/cpu-vec"])  # fmt: skip
+def test_layout_must_agree_with_the_strides_of_views(lib: Any, layout: str) -> None:
+    array = np.zeros((NB, 2, BS, NH, HS), np.float32)
+    cache = lib(array)
+    key, value = (lib(x) for x in tokens())
+    first = int(layout == "vllm/flash-attention-nhd")  # there, V before K
+    views = cache[:, first], cache[:, 1 - first]
+    refused(kv.LayoutError, "layout 'vllm", [array], lambda: ops.reshape_and_cache_flash(
+        key, value, *views, lib(SLOTS), "auto", 1.0, 1.0, layout=layout))  # fmt: skip
+
+
+def test_layout_of_another_kind_of_view_is_refused(lib: Any) -> None:
+    array = np.zeros((2, NB, BS, NH, HS), np.float32)
+    key, value = (lib(x) for x in tokens())
+    refused(kv.LayoutError, "head_size / x", [array], lambda: ops.reshape_and_cache(
+        key, value, *x_split("kv-first", lib(array), 4), lib(SLOTS), "auto", 1.0, 1.0,
+        layout="vllm/flash-attention-nhd"))  # fmt: skip
+    two = filled((2, 2, BS, NH, HS))
+    refused(kv.LayoutError, "strides", [two], lambda: ops.copy_blocks(
+        [lib(two)[0]], [lib(two)[1]], [(0, 1)], layout="vllm/flashinfer-nhd"))  # fmt: skip
+
+
+# --- all layers are checked before any is written -------------------------------------------------------------------
+
+
+def test_copy_kv_blocks_checks_every_layer_first() -> None:
+    shape = SPLIT["blocks-first"][1]
+    x, y, to_x, to_y = filled(shape), filled(shape, 5000), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    everything = [x, y, to_x, to_y]
+    locked = to_y.view()
+    locked.flags.writeable = False
+    cases = {
+        "read-only": ({"x": x, "y": y}, {"x": to_x, "y": locked}),
+        "meet": ({"x": x, "y": y}, {"x": to_x, "y": y}),
+        "layers x and y": ({"x": x, "y": y}, {"x": to_x, "y": x}),
+        "layers x and y share memory": ({"x": x, "y": y}, {"x": to_x, "y": to_x}),
+    }
+    for message, (src, dst) in cases.items():
+        ids = ([0, 1], [1, 2])
+        refused(kv.ArgumentError, "^copy_kv_blocks: " + ("" if message in ("meet", "read-only") else message),
+                everything, lambda src=src, dst=dst, ids=ids: ops.copy_kv_blocks(src, dst, *ids, "h2d"))  # fmt: skip
+
+
+def test_layers_that_share_a_tensor_are_copied_once(lib: Any) -> None:
+    array = filled(SPLIT["blocks-first"][1])
+    expected = array.copy()
+    expected[1], expected[2] = array[0], array[1]
+    cache = lib(array)
+    ops.copy_blocks([cache, cache], [(0, 1), (1, 2)])
+    np.testing.assert_array_equal(array, expected)
+    ops.copy_blocks([cache[:, 0]] * 2, [cache[:, 1]] * 2, [(1, 2), (2, 3)])
+    expected[3], expected[2] = expected[2].copy(), expected[1].copy()
+    np.testing.assert_array_equal(array, expected)
+    target = np.zeros_like(array)
+    ops.copy_kv_blocks({"a": cache, "b": cache}, {"a": lib(target), "b": lib(target)}, [3], [0], "d2h")
+    np.testing.assert_array_equal(target[0], array[3])
+    refused(kv.ArgumentError, "share memory", [array], lambda: ops.copy_blocks([cache, cache[1:]], [(0, 1)]))
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pairs", [lambda: zip([0], [3], strict=True), lambda: iter([(0, 3)]), lambda: {0: [3]}])
+def test_pairs_of_any_kind_are_read_once(lib: Any, pairs: Any) -> None:
+    layers = [filled(SPLIT["blocks-first"][1]) for _ in range(2)]
+    tensors = [lib(layer) for layer in layers]
+    ops.copy_blocks(tensors, pairs(), layout="vllm/flashinfer-nhd")
+    ops.copy_blocks([tensors[0][:, 0]], [tensors[0][:, 1]], {3: 4})
+    for layer in layers:
+        np.testing.assert_array_equal(layer[3], layer[0])
+    np.testing.assert_array_equal(layers[0][4], layers[0][0])
+
+
+def test_numbers_are_checked(lib: Any) -> None:
+    source, target = filled(SPLIT["blocks-first"][1]), np.zeros(SPLIT["blocks-first"][1], np.int32)
+    src, dst = lib(source), lib(target)
+    both = [source, target]
+    for ids in (([1.9], [2.7]), (["1"], [2]), ([1], [True]), ([1], None), (1, 2)):
+        refused(kv.Error, "^copy_kv_blocks: ", both,
+                lambda ids=ids: ops.copy_kv_blocks({"a": src}, {"a": dst}, *ids, "h2d"))  # fmt: skip
+    for size in (768.9, "x", True, None, 0, -768, 2**70):
+        refused(kv.Error, "block_size_in_bytes", both,
+                lambda size=size: ops.swap_blocks(src, dst, size, [(0, 1)]))  # fmt: skip
+    for sizes in ([1.5], ["x"], 3, None):
+        refused(kv.Error, "^swap_blocks_batch: ", both,
+                lambda sizes=sizes: ops.swap_blocks_batch([0], [0], sizes))  # fmt: skip
+    ops.swap_blocks_batch([source.ctypes.data], [target.ctypes.data], [8])
+    assert target.reshape(-1)[:3].tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize("scale", [None, "x", True, [1.0, 2.0], 0.0, -1.0, float("nan")])
+def test_scales_are_checked(lib: Any, scale: Any) -> None:
+    array = np.zeros((2, NB, BS, NH, HS), np.uint8)
+    cache = lib(array)
+    key, value = (lib(x) for x in tokens())
+    for scales in ((scale, 1.0), (1.0, scale)):
+        refused(kv.Error, "^reshape_and_cache_flash: ", [array],
+                lambda scales=scales: ops.reshape_and_cache_flash(
+                    key, value, cache[0], cache[1], lib(SLOTS), "fp8", *scales))  # fmt: skip
+
+
+def test_no_tensor_and_no_cache_are_typed_errors(lib: Any) -> None:
+    cache = filled(SPLIT["blocks-first"][1])
+    scalar = lib(np.array(1, np.int32))
+    calls: list[Callable[[], Any]] = [
+        lambda: ops.swap_blocks([1, 2], lib(cache), [(0, 1)]),
+        lambda: ops.swap_blocks(lib(cache), 3, [(0, 1)]),
+        lambda: ops.swap_blocks(scalar, scalar, [(0, 1)]),
+        lambda: ops.swap_blocks(lib(cache), [1], 768, [(0, 1)]),
+        lambda: ops.copy_blocks([[1]], [(0, 1)]),
+        lambda: ops.copy_blocks(3, [(0, 1)]),
+        lambda: ops.copy_blocks([scalar], [(0, 1)]),
+        lambda: ops.copy_blocks([scalar], [scalar], [(0, 1)]),
+        lambda: ops.copy_blocks([lib(cache)], [(0, 1)], layout=3),
+        lambda: ops.copy_blocks([lib(cache)], 3),
+        lambda: ops.copy_kv_blocks([lib(cache)], {"a": lib(cache)}, [0], [1], "h2d"),
+        lambda: ops.copy_kv_blocks({"a": [1]}, {"a": lib(cache)}, [0], [1], "h2d"),
+        lambda: ops.reshape_and_cache_flash([1], [1], lib(cache), [2], lib(SLOTS), "auto", 1.0, 1.0),
+        lambda: ops.register(3, layout="vllm/flashinfer-nhd"),
+        lambda: ops.register([[3]], layout="vllm/flashinfer-nhd"),
+    ]
+    for call in calls:
+        refused(kv.Error, ".", [cache], call)
+
+
+def test_a_plane_of_a_registered_cache_and_a_plain_tensor(lib: Any) -> None:
+    array, target = filled(SPLIT["blocks-first"][1]), np.zeros((9, BS, NH, HS), np.int32)
+    cache = lib(array)
+    ops.register(cache, layout="vllm/flashinfer-nhd")
+    ops.swap_blocks(cache[:, 0], lib(target), [(4, 8)])
+    expected = np.zeros_like(target)
+    expected[8] = array[4, 0]
+    np.testing.assert_array_equal(target, expected)
+    wrong = np.zeros((9, BS, NH, 2 * HS), np.int32)
+    refused(kv.LayoutError, r"\(9, 4, 3, 16\)", [array, wrong],
+            lambda: ops.swap_blocks(cache[:, 0], lib(wrong), [(4, 8)]))  # fmt: skip
+
+
+def test_flat_kv_first_is_only_ever_named(lib: Any) -> None:
+    array = filled((2, 7, 576))
+    cache = lib(array)
+    both = [array]
+    refused(kv.AmbiguousLayout, "vllm/mla.*vllm/paged-attention", both, lambda: ops.copy_blocks([cache], [(0, 1)]))
+    refused(kv.AmbiguousLayout, "vllm/mla", both, lambda: ops.swap_blocks(cache, lib(array.copy()), [(0, 1)]))
+    refused(kv.AmbiguousLayout, "vllm/mla", both, lambda: ops.copy_kv_blocks(
+        {"a": cache}, {"a": lib(array.copy())}, [0], [1], "h2d"))  # fmt: skip
+    ops.copy_blocks([cache], [(0, 1)], layout="vllm/mla")
+    np.testing.assert_array_equal(array[1], array[0])
+    three = filled((3, 7, 576))
+    ops.copy_blocks([lib(three)], [(0, 1)])
+    np.testing.assert_array_equal(three[1], three[0])
+
+
+def test_readings_of_the_target_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = kv.candidates
+    monkeypatch.setattr(kv, "candidates", lambda tensor: calls.append(1) or original(tensor))
+    shape = SPLIT["blocks-first"][1]
+    ops.swap_blocks(filled(shape), np.zeros(shape, np.int32), [(0, 1)])
+    assert len(calls) == 2

@@ -6,7 +6,8 @@ registry name, an order or a `kvstride.Layout`), or from an earlier `register(kv
 either, a function that moves whole blocks works where every reading of the tensor agrees on the bytes that a
 block id owns; where readings differ it raises `AmbiguousLayout`, where there is none `UnknownLayout`. The ops
 whose arguments say it all (`reshape_and_cache`: K split by x, V transposed; `reshape_and_cache_flash`:
-[num_blocks, block_size, num_kv_heads, head_size] views) take their arguments at their word and honour strides.
+[num_blocks, block_size, num_kv_heads, head_size] views) take their arguments at their word and honour strides; over
+a registered cache a view must be exactly one of its planes, and where `layout=` is given the strides must agree.
 
 Tensors may be torch tensors or numpy arrays in host memory. Every argument is checked before the first byte is
 written. Not thread-safe against concurrent `register`/`unregister`.
@@ -16,12 +17,19 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias, overload
+
+import numpy as np
 
 import kvstride as kv
 from kvstride import AmbiguousLayout, ArgumentError, DTypeError, LayoutError, UnknownLayout, _core
+from kvstride._args import to_int, to_scale
+from kvstride._ids import to_pairs, to_vector
+from kvstride._tensor import TensorInfo, _item_size, _Memory, inspect
 
 Tensor: TypeAlias = Any  # torch.Tensor or numpy.ndarray
 Pairs: TypeAlias = Any  # [n, 2] integers: a list, a numpy array or a tensor
@@ -40,13 +48,27 @@ __all__ = [
 
 
 @dataclass(frozen=True)
+class _Plane:
+    """A plane of one layer: where it lies, and its elements as `[block, token, head, dim]` or with split axes."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_size: int
+    dtype: str
+    split: bool
+
+
+@dataclass(frozen=True)
 class _Entry:
-    """A registered tensor (kept alive by its cache) and what its caller said of it."""
+    """A registered tensor (kept alive by its cache), what its caller said of it, and its planes layer by layer."""
 
     cache: kv.Cache
     layout: LayoutLike
     geometry: kv.Geometry | None
-    tensor: Tensor
+    info: TensorInfo
+    span: tuple[int, int]
+    layers: list[dict[str, _Plane]]
 
 
 _registered: dict[tuple[Any, ...], _Entry] = {}
@@ -65,8 +87,13 @@ def register(
     tensors are kept alive until `unregister`.
     """
     tensors = _tensors(kv_caches)
-    entries = [_Entry(kv.Cache(t, layout, geometry=geometry), layout, geometry, t) for t in tensors]
-    _registered.update((_identity(entry.tensor), entry) for entry in entries)
+    entries = []
+    with _as("register"):
+        for tensor in tensors:
+            cache = kv.Cache(tensor, layout, geometry=geometry)
+            info = cache.tensors[0]
+            entries.append(_Entry(cache, layout, geometry, info, _span(info), _planes(cache)))
+    _registered.update((_identity(entry.info), entry) for entry in entries)
 
 
 def unregister(kv_caches: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None = None) -> None:
@@ -75,7 +102,7 @@ def unregister(kv_caches: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | Non
         _registered.clear()
         return
     for tensor in _tensors(kv_caches):
-        _registered.pop(_identity(tensor), None)
+        _registered.pop(_identity(inspect(tensor, "unregister: tensor")), None)
 
 
 @overload
@@ -104,10 +131,15 @@ def swap_blocks(*args: Any, layout: LayoutLike | None = None, **kwargs: Any) -> 
     values = _arguments("swap_blocks", names, args, kwargs)
     if len(values) == 3:
         src, dst, pairs = values
+        pairs = to_pairs(pairs, f"swap_blocks: {names[2]}")
         kv.swap_blocks(*_same_order("swap_blocks", src, dst, layout), pairs)
         return
     src, dst, block_bytes, pairs = values
-    kv.swap_blocks(_pages(src, block_bytes, layout, "src"), _pages(dst, block_bytes, layout, "dst"), pairs)
+    size = to_int(block_bytes, "swap_blocks: block_size_in_bytes")
+    if size < 1:
+        raise ArgumentError(f"swap_blocks: block_size_in_bytes is {size}, must be at least 1")
+    pairs = to_pairs(pairs, "swap_blocks: block_mapping")
+    kv.swap_blocks(_pages(src, size, layout, "src"), _pages(dst, size, layout, "dst"), pairs)
 
 
 @overload
@@ -131,32 +163,50 @@ def copy_blocks(*args: Any, layout: LayoutLike | None = None, **kwargs: Any) -> 
     is the block. The op stepped by `key_caches[0][0].numel()`, so views such as `kv[:, 0]` made it write into other
     blocks; here the views' own strides hold.
     """
+    verb = "copy_blocks"
+    jobs: list[_Job] = []
     if len(args) + len(kwargs) == 2:
-        kv_caches, pairs = _arguments("copy_blocks", ("kv_caches", "src_to_dists"), args, kwargs)
-        caches: list[tuple[kv.Cache, tuple[int, int] | None]] = [
-            (_one("copy_blocks", tensor, layout), None) for tensor in _tensors(kv_caches)
-        ]
+        kv_caches, pairs = _arguments(verb, ("kv_caches", "src_to_dists"), args, kwargs)
+        ids = to_pairs(pairs, f"{verb}: src_to_dists")
+        for tensor in _tensors(kv_caches):
+            info = inspect(tensor, f"{verb}: kv_caches")
+            if all(_identity(info) != _identity(job.memory[0]) for job in jobs):  # layers may share one tensor
+                jobs.append(_Job(_one(verb, info, layout), None, (info,)))
     else:
         names = ("key_caches", "value_caches", "block_mapping")
-        keys, values, pairs = _arguments("copy_blocks", names, args, kwargs)
+        keys, values, pairs = _arguments(verb, names, args, kwargs)
+        ids = to_pairs(pairs, f"{verb}: block_mapping")
         keys, values = _tensors(keys), _tensors(values)
         if len(keys) != len(values):
-            raise ArgumentError(f"copy_blocks: {len(keys)} key_caches but {len(values)} value_caches")
-        caches = []
+            raise ArgumentError(f"{verb}: {len(keys)} key_caches but {len(values)} value_caches")
+        seen = set()
         for key, value in zip(keys, values, strict=True):
-            if key.shape[0] != value.shape[0]:
-                raise LayoutError(f"copy_blocks: a key cache of {key.shape[0]} blocks, its value of {value.shape[0]}")
-            whole = None if layout is not None else _registered_around("copy_blocks", key, value)
+            both = inspect(key, f"{verb}: key_caches"), inspect(value, f"{verb}: value_caches")
+            for name, info in zip(("key", "value"), both, strict=True):
+                if not info.shape:
+                    raise LayoutError(f"{verb}: a {name} cache of shape [] has no blocks")
+            if both[0].shape[0] != both[1].shape[0]:
+                raise LayoutError(f"{verb}: a key cache of {both[0].shape[0]} blocks, its value of {both[1].shape[0]}")
+            pair = tuple(_identity(info) for info in both)
+            if pair in seen:
+                continue
+            seen.add(pair)
+            if layout is not None:
+                _check_rows_agree(verb, layout, both)
+            whole = None if layout is not None else _registered_rows(verb, both)
             if whole is not None:
-                caches.append((whole[0], (whole[1], 1)))
+                jobs.append(_Job(whole[0], (whole[1], 1), both))
             else:
-                caches += [(_block_rows("copy_blocks", tensor), None) for tensor in (key, value)]
-    for cache, _ in caches:  # all are checked before any is written
-        if cache.read_only:
-            raise ArgumentError("copy_blocks: a cache is read-only")
-        kv.Plan(cache.layout, cache.layout).bind(pairs)
-    for cache, layers in caches:
-        kv.copy_blocks(cache, pairs, layers=layers)
+                jobs += [_Job(_block_rows(verb, info), None, (info,)) for info in both[: len(set(pair))]]
+    for job in jobs:  # all are checked before any is written
+        if job.cache.read_only:
+            raise ArgumentError(f"{verb}: a cache is read-only")
+        with _as(verb):
+            kv.Plan(job.cache.layout, job.cache.layout).bind(ids)
+    if len(ids):
+        _check_apart(verb, [(str(i), (), job.memory) for i, job in enumerate(jobs)])
+    for job in jobs:
+        kv.copy_blocks(job.cache, ids, layers=job.layers)
 
 
 def swap_blocks_batch(src_ptrs: Tensor, dst_ptrs: Tensor, sizes: Tensor, is_src_access_order_any: bool = False) -> None:
@@ -169,11 +219,12 @@ def swap_blocks_batch(src_ptrs: Tensor, dst_ptrs: Tensor, sizes: Tensor, is_src_
     del is_src_access_order_any
     columns = []
     for name, column in (("src_ptrs", src_ptrs), ("dst_ptrs", dst_ptrs), ("sizes", sizes)):
-        if str(column.dtype).removeprefix("torch.") not in ("int64", "uint64"):
+        if hasattr(column, "dtype") and str(column.dtype).removeprefix("torch.") not in ("int64", "uint64"):
             raise DTypeError(f"swap_blocks_batch: {name} is {column.dtype}, not int64 or uint64")
-        if len(column.shape) != 1:
-            raise ArgumentError(f"swap_blocks_batch: {name} has {len(column.shape)} axes, not 1")
-        columns.append([int(x) for x in column.tolist()])
+        if isinstance(column, np.ndarray) and column.dtype == np.uint64 and column.ndim == 1:
+            columns.append(column.tolist())  # an address beyond int63 is none of the process's own, but a number
+        else:
+            columns.append(to_vector(column, f"swap_blocks_batch: {name}").tolist())
     sources, targets, lengths = columns
     if not len(sources) == len(targets) == len(lengths):
         raise ArgumentError(
@@ -203,18 +254,35 @@ def copy_kv_blocks(
     """
     if direction not in ("h2d", "d2h"):
         raise ArgumentError(f"copy_kv_blocks: direction is {direction!r}, not 'h2d' or 'd2h'")
-    if len(src_block_ids) != len(dst_block_ids):
-        raise ArgumentError(f"copy_kv_blocks: {len(src_block_ids)} src_block_ids, {len(dst_block_ids)} dst_block_ids")
+    verb = "copy_kv_blocks"
+    ids = to_vector(src_block_ids, f"{verb}: src_block_ids"), to_vector(dst_block_ids, f"{verb}: dst_block_ids")
+    if len(ids[0]) != len(ids[1]):
+        raise ArgumentError(f"{verb}: {len(ids[0])} src_block_ids, {len(ids[1])} dst_block_ids")
+    for argument, mapping in (("src_kv_caches", src_kv_caches), ("dst_kv_caches", dst_kv_caches)):
+        if not isinstance(mapping, Mapping):
+            raise ArgumentError(
+                f"{verb}: {argument} is {type(mapping).__name__}, expected a mapping from layer to tensor"
+            )
     if set(src_kv_caches) != set(dst_kv_caches):
-        lone = sorted(set(src_kv_caches) ^ set(dst_kv_caches))
-        raise ArgumentError(f"copy_kv_blocks: layers on one side only: {', '.join(lone)}")
-    pairs = [(int(s), int(d)) for s, d in zip(src_block_ids, dst_block_ids, strict=True)]
-    caches = [_same_order("copy_kv_blocks", src, dst_kv_caches[name], layout) for name, src in src_kv_caches.items()]
-    plans = [kv.Plan(src, dst).bind(pairs) for src, dst in caches]  # all are checked before any is written
-    both = {s for s, _ in pairs} & {d for _, d in pairs}
-    for name, src in src_kv_caches.items():
-        if both and _address(src) == _address(dst_kv_caches[name]):
-            raise ArgumentError(f"copy_kv_blocks: blocks {sorted(both)} of {name} would be read and written")
+        lone = sorted(str(name) for name in set(src_kv_caches) ^ set(dst_kv_caches))
+        raise ArgumentError(f"{verb}: layers on one side only: {', '.join(lone)}")
+    pairs = np.stack(ids, axis=1)
+    plans, seen, memory = [], set(), []
+    for name, tensor in src_kv_caches.items():  # all are checked before any is written
+        src = inspect(tensor, f"{verb}: src_kv_caches[{name!r}]")
+        dst = inspect(dst_kv_caches[name], f"{verb}: dst_kv_caches[{name!r}]")
+        ends = _identity(src), _identity(dst)
+        if ends in seen:  # layers may share one tensor
+            continue
+        seen.add(ends)
+        caches = _same_order(verb, src, dst, layout)
+        with _as(f"{verb}: layer {name!r}"):
+            plan = kv.Plan(*caches).bind(pairs)
+            plan.check()
+        plans.append(plan)
+        memory.append((str(name), (src,), (dst,)))
+    if len(pairs):
+        _check_apart(verb, memory)
     for plan in plans:
         plan.run()
 
@@ -239,10 +307,11 @@ def reshape_and_cache(
     name, with scales of one element: stored = x / scale.
     """
     verb = "reshape_and_cache"
-    _rank(verb, "key_cache", key_cache, 5, "[num_blocks, num_kv_heads, head_size / x, block_size, x]")
-    _rank(verb, "value_cache", value_cache, 4, "[num_blocks, num_kv_heads, head_size, block_size]")
-    at = _pair(verb, key_cache, value_cache, layout, kv_cache_dtype)
-    _write(verb, at, key, value, slot_mapping, k_scale, v_scale)
+    caches = (
+        _rank(verb, "key_cache", key_cache, 5, "[num_blocks, num_kv_heads, head_size / x, block_size, x]"),
+        _rank(verb, "value_cache", value_cache, 4, "[num_blocks, num_kv_heads, head_size, block_size]"),
+    )
+    _write(verb, caches, layout, kv_cache_dtype, (key, value), slot_mapping, (k_scale, v_scale))
 
 
 def reshape_and_cache_flash(
@@ -264,10 +333,9 @@ def reshape_and_cache_flash(
     arguments as for `reshape_and_cache`. The CUDA op addresses V with K's strides; here each has its own.
     """
     verb = "reshape_and_cache_flash"
-    for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
-        _rank(verb, name, tensor, 4, "[num_blocks, block_size, num_kv_heads, head_size]")
-    at = _pair(verb, key_cache, value_cache, layout, kv_cache_dtype)
-    _write(verb, at, key, value, slot_mapping, k_scale, v_scale)
+    meaning = "[num_blocks, block_size, num_kv_heads, head_size]"
+    caches = _rank(verb, "key_cache", key_cache, 4, meaning), _rank(verb, "value_cache", value_cache, 4, meaning)
+    _write(verb, caches, layout, kv_cache_dtype, (key, value), slot_mapping, (k_scale, v_scale))
 
 
 # --- arguments ------------------------------------------------------------------------------------------------------
@@ -286,69 +354,280 @@ def _arguments(verb: str, names: Sequence[str], args: Sequence[Any], kwargs: Map
 def _tensors(kv_caches: Tensor | Iterable[Tensor] | Mapping[str, Tensor]) -> list[Tensor]:
     if hasattr(kv_caches, "shape"):
         return [kv_caches]
-    return list(kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches)
+    try:
+        return list(kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches)
+    except TypeError:
+        raise ArgumentError(f"caches: {type(kv_caches).__name__} is no tensor and no list of tensors") from None
 
 
-def _rank(verb: str, name: str, tensor: Tensor, rank: int, meaning: str) -> None:
-    if len(tensor.shape) != rank:
-        raise UnknownLayout(f"{verb}: {name} of shape {tuple(tensor.shape)} is not {meaning}")
+def _rank(verb: str, name: str, tensor: Tensor, rank: int, meaning: str) -> TensorInfo:
+    info = inspect(tensor, f"{verb}: {name}")
+    if len(info.shape) != rank:
+        raise UnknownLayout(f"{verb}: {name} of shape {info.shape} is not {meaning}")
+    return info
 
 
-# --- numpy and torch alike ------------------------------------------------------------------------------------------
+@contextmanager
+def _as(verb: str) -> Iterator[None]:
+    """Errors from inside name the function that was called."""
+    try:
+        yield
+    except kv.Error as error:
+        if not str(error).startswith(verb):
+            error.args = (f"{verb}: {error}", *error.args[1:])
+        raise
 
 
-def _address(tensor: Tensor) -> int:
-    return int(tensor.data_ptr()) if hasattr(tensor, "data_ptr") else int(tensor.__array_interface__["data"][0])
+# --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def _item_bytes(tensor: Tensor) -> int:
-    return int(tensor.element_size()) if hasattr(tensor, "element_size") else int(tensor.itemsize)
+@dataclass(frozen=True)
+class _Job:
+    """Blocks to copy inside one cache, in all its layers or some, and the tensors that were given for it."""
+
+    cache: kv.Cache
+    layers: tuple[int, int] | None
+    memory: tuple[TensorInfo, ...]
 
 
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """In elements."""
-    if hasattr(tensor, "data_ptr"):
-        return tuple(tensor.stride())
-    return tuple(s // tensor.itemsize for s in tensor.strides)
-
-
-def _permute(tensor: Tensor, axes: Sequence[int]) -> Tensor:
-    return tensor.permute(*axes) if hasattr(tensor, "permute") else tensor.transpose(axes)
-
-
-def _identity(tensor: Tensor) -> tuple[Any, ...]:
+def _identity(info: TensorInfo) -> tuple[Any, ...]:
     """Equal for two views of the same elements of the same memory."""
-    return (_address(tensor), tuple(tensor.shape), _strides(tensor), str(tensor.dtype))
+    return (info.address, info.shape, info.strides, info.dtype_name)
+
+
+def _span(info: TensorInfo | _Plane) -> tuple[int, int]:
+    """The first byte and the one after the last."""
+    reach = [(length - 1) * stride * info.item_size for length, stride in zip(info.shape, info.strides, strict=True)]
+    return info.address + sum(min(r, 0) for r in reach), info.address + sum(max(r, 0) for r in reach) + info.item_size
+
+
+def _meet(a: TensorInfo, b: TensorInfo) -> bool:
+    """Whether two tensors have a byte in common; yes where that is too hard to tell."""
+    (a_first, a_end), (b_first, b_end) = _span(a), _span(b)
+    if a_end <= b_first or b_end <= a_first:
+        return False
+    return _bytes_meet(b.address - a.address, a.shape, a.strides, a.item_size, b.shape, b.strides, b.item_size)
+
+
+@lru_cache(maxsize=65536)
+def _bytes_meet(
+    apart: int, shape: tuple[int, ...], strides: tuple[int, ...], item: int, other_shape: tuple[int, ...],
+    other_strides: tuple[int, ...], other_item: int,
+) -> bool:  # fmt: skip
+    base = 1 << 60  # nothing is read: only the addresses count
+    arrays = []
+    for at, lengths, steps, size in (
+        (base, shape, strides, item),
+        (base + apart, other_shape, other_strides, other_item),
+    ):
+        interface = {
+            "version": 3, "shape": (*lengths, size), "strides": (*(step * size for step in steps), 1),
+            "typestr": "|u1", "data": (at, True),
+        }  # fmt: skip
+        arrays.append(np.asarray(_Memory(None, interface)))
+    try:
+        return bool(np.shares_memory(arrays[0], arrays[1], max_work=100_000))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _check_apart(verb: str, ends: Sequence[tuple[str, tuple[TensorInfo, ...], tuple[TensorInfo, ...]]]) -> None:
+    """What one layer writes must be nothing that another reads or writes."""
+    spans = []
+    for layer, (_, sources, targets) in enumerate(ends):
+        spans += [(*_span(info), layer, False, info) for info in sources]
+        spans += [(*_span(info), layer, True, info) for info in targets]
+    active: list[tuple[int, int, int, bool, TensorInfo]] = []
+    for span in sorted(spans, key=lambda s: s[:4]):
+        active = [other for other in active if other[1] > span[0]]
+        for other in active:
+            if other[2] != span[2] and (other[3] or span[3]) and _meet(other[4], span[4]):
+                names = sorted((ends[other[2]][0], ends[span[2]][0]))
+                raise ArgumentError(
+                    f"{verb}: layers {names[0]} and {names[1]} share memory that one writes and the other reads or "
+                    "writes"
+                )
+        active.append(span)
+
+
+# --- parts of registered caches -------------------------------------------------------------------------------------
+
+
+def _planes(cache: kv.Cache) -> list[dict[str, _Plane]]:
+    layout = cache.layout
+    layers: list[dict[str, _Plane]] = []
+    for layer in range(layout.geometry.num_layers if layout.layered else 1):
+        layers.append({})
+        for name in layout.planes:
+            try:
+                dtype, tensor, offset, shape, strides = _core.plane_view(layout, name, layer, True)
+            except kv.Error:  # no view of whole elements
+                continue
+            where = cache.tensors[tensor].address + offset
+            layers[-1][name] = _Plane(where, tuple(shape), tuple(strides), _item_size(dtype), dtype, len(shape) > 4)
+    return layers
+
+
+Accepts: TypeAlias = Callable[[str, TensorInfo, "_Plane"], bool]
+
+
+def _same_dtype(info: TensorInfo, plane: _Plane) -> bool:
+    return info.item_size == plane.item_size and (info.dtype == plane.dtype or info.carrier)
+
+
+def _same_elements(address: int, shape: Sequence[int], strides: Sequence[int], info: TensorInfo) -> bool:
+    return (address, tuple(shape)) == (info.address, info.shape) and all(
+        length == 1 or a == b for length, a, b in zip(shape, strides, info.strides, strict=True)
+    )
+
+
+def _is_plane(name: str, info: TensorInfo, plane: _Plane) -> bool:
+    """Whether a view is the plane, element by element, `[block, token, head, dim]` or with its split axes."""
+    del name
+    return _same_dtype(info, plane) and _same_elements(plane.address, plane.shape, plane.strides, info)
+
+
+def _is_x_split(name: str, info: TensorInfo, plane: _Plane) -> bool:
+    """Whether a view is the plane as `reshape_and_cache` has it: `[B, H, D/x, N, x]` of K, `[B, H, D, N]` of V."""
+    if not _same_dtype(info, plane):
+        return False
+    shape, strides = plane.shape, plane.strides
+    if name == "key":
+        if not plane.split and shape[3] % info.shape[4] == 0:
+            x = info.shape[4]
+            shape = (*shape[:3], shape[3] // x, x)
+            strides = (*strides[:3], strides[3] * x, strides[3])
+        axes: tuple[int, ...] = (0, 2, 3, 1, 4)
+    elif plane.split:  # other bytes inside a block than the view's (AITER's shuffle), of the op's historical view
+        return _rows(info) == _rows(plane)
+    else:
+        axes = (0, 2, 3, 1)
+    if len(shape) != len(axes):
+        return False
+    return _same_elements(plane.address, [shape[i] for i in axes], [strides[i] for i in axes], info)
+
+
+def _rows(view: TensorInfo | _Plane) -> tuple[Any, ...]:
+    """Which bytes each index of the first axis owns: equal only where they are equal."""
+    step = view.strides[0] * view.item_size if view.shape[0] > 1 else 0
+    inner: list[tuple[int, int]] = []
+    axes = [(s * view.item_size, n) for s, n in zip(view.strides[1:], view.shape[1:], strict=True) if n > 1]
+    for stride, length in [*sorted(axes, reverse=True), (1, view.item_size)]:
+        if inner and inner[-1][0] == stride * length:
+            inner[-1] = (stride, length * inner[-1][1])
+        else:
+            inner.append((stride, length))
+    return view.address, view.shape[0], step, tuple(inner)
+
+
+def _is_rows(name: str, info: TensorInfo, plane: _Plane) -> bool:
+    """Whether block b of a view is block b of the plane, in whatever sequence its axes are."""
+    del name
+    return len(info.shape) > 1 and _same_dtype(info, plane) and _rows(info) == _rows(plane)
+
+
+def _matches(views: Mapping[str, TensorInfo], accepts: Accepts) -> list[tuple[_Entry, int]]:
+    """Registered caches and layers whose planes of these names the views are."""
+    found = []
+    for entry in _registered.values():
+        first, end = entry.span
+        if not all(first <= info.address < end for info in views.values()):
+            continue
+        for layer, planes in enumerate(entry.layers):
+            if all(name in planes and accepts(name, info, planes[name]) for name, info in views.items()):
+                found.append((entry, layer))
+    return found
+
+
+def _only(verb: str, views: Mapping[str, TensorInfo], found: list[tuple[_Entry, int]]) -> tuple[_Entry, int]:
+    """The one of several registered caches over the same memory; they must mean the same elements."""
+    entry, layer = found[0]
+    for other, at in found[1:]:
+        if entry.layers[layer] != other.layers[at]:
+            raise AmbiguousLayout(
+                f"{verb}: {_described(views)} fits two registered caches, '{entry.cache.layout}' and "
+                f"'{other.cache.layout}'"
+            )
+    return entry, layer
+
+
+def _described(views: Mapping[str, TensorInfo]) -> str:
+    return ", ".join(
+        f"{name} of shape {info.shape} strides {info.strides} {info.dtype_name}" for name, info in views.items()
+    )
+
+
+def _refuse_part(verb: str, views: Mapping[str, TensorInfo]) -> None:
+    """Raise where a view lies in a registered cache: it is none of its planes."""
+    spans = [(*_span(info), info) for info in views.values()]
+    for entry in _registered.values():
+        start, stop = entry.span
+        near = (info for first, end, info in spans if first < stop and start < end)
+        met = next((info for info in near if _meet(info, entry.info)), None)
+        if met is None:
+            continue
+        at = met.address - entry.info.address
+        planes = "; ".join(
+            f"{name} at byte {p.address - entry.info.address} shape {p.shape} strides {p.strides} {p.dtype}"
+            for name, p in entry.layers[0].items()
+        )
+        raise LayoutError(
+            f"{verb}: {_described(views)}, {at} bytes into the registered cache of shape {entry.info.shape}, is not "
+            f"what its layout '{entry.cache.layout}' has there ({planes}); split on the wrong axis?"
+        )
+
+
+def _registered_rows(verb: str, both: tuple[TensorInfo, TensorInfo]) -> tuple[kv.Cache, int] | None:
+    """The registered cache and the layer whose K and V these are, for functions that move whole blocks."""
+    views = {"key": both[0], "value": both[1]}
+    found = _matches(views, _is_plane) or _matches(views, _is_rows)
+    if not found:
+        _refuse_part(verb, views)
+        return None
+    entry, layer = _only(verb, views, found)
+    return entry.cache, layer
 
 
 # --- whole caches ---------------------------------------------------------------------------------------------------
 
 
-def _named(verb: str, tensor: Tensor, layout: LayoutLike | None) -> kv.Cache | None:
-    """The cache by the layout that the caller gave, or by what was registered; None where neither tells."""
+def _named(verb: str, info: TensorInfo, layout: LayoutLike | None) -> tuple[kv.Cache, LayoutLike | None] | None:
+    """The cache by the layout that the caller gave, or by what was registered; None where neither tells.
+
+    With it comes what can be said of another tensor of the same order: None for a plane of a registered cache.
+    """
     if layout is not None:
-        return _by_layout(tensor, layout)
-    entry = _registered.get(_identity(tensor))
+        return _by_layout(verb, info, layout), layout
+    entry = _registered.get(_identity(info))
     if entry is not None:
-        return entry.cache
-    owner = _owner(tensor)
-    if owner is None:
-        return None
-    _check_is_plane(verb, tensor, owner)
-    return _block_rows(verb, tensor)
+        if entry.geometry is None or not isinstance(entry.layout, str):
+            return entry.cache, entry.layout
+        return entry.cache, kv.layout(entry.layout, entry.geometry)
+    found = []
+    for accepts in (_is_plane, _is_rows):
+        for name in sorted({name for entry in _registered.values() for name in entry.layers[0]}):
+            found += _matches({name: info}, accepts)
+        if found:
+            break
+    if found:
+        _only(verb, {"a tensor": info}, found)
+        return _block_rows(verb, info), None
+    _refuse_part(verb, {"a tensor": info})
+    return None
 
 
-def _by_layout(tensor: Tensor, layout: LayoutLike) -> kv.Cache:
+def _by_layout(verb: str, info: TensorInfo, layout: LayoutLike) -> kv.Cache:
     """One tensor by a layout; a Layout's number of blocks and of layers may be another's."""
-    if isinstance(layout, str):
-        return kv.Cache(tensor, layout)
-    if not layout.layered:
-        layout = layout.with_layers(1)
-    sizes = layout.geometry
-    num_blocks = max(1, _count(tensor) * _item_bytes(tensor) // (layout.num_bytes // sizes.num_blocks))
-    if num_blocks == sizes.num_blocks:
-        return kv.Cache(tensor, layout)
-    return kv.Cache(tensor, layout.order, geometry=_with_blocks(sizes, num_blocks))
+    with _as(verb):
+        if not isinstance(layout, kv.Layout):
+            return kv.Cache(info.owner, layout)
+        if not layout.layered:
+            layout = layout.with_layers(1)
+        sizes = layout.geometry
+        num_blocks = max(1, _count(info) * info.item_size // (layout.num_bytes // sizes.num_blocks))
+        if num_blocks == sizes.num_blocks:
+            return kv.Cache(info.owner, layout)
+        return kv.Cache(info.owner, layout.order, geometry=_with_blocks(sizes, num_blocks))
 
 
 def _with_blocks(sizes: kv.Geometry, num_blocks: int) -> kv.Geometry:
@@ -359,79 +638,73 @@ def _with_blocks(sizes: kv.Geometry, num_blocks: int) -> kv.Geometry:
     )  # fmt: skip
 
 
-def _owner(tensor: Tensor) -> _Entry | None:
-    """The registered cache inside whose memory a tensor starts."""
-    at = _address(tensor)
-    for entry in _registered.values():
-        start = _address(entry.tensor)
-        if start <= at < start + entry.cache.layout.num_bytes:
-            return entry
-    return None
+def _readings(verb: str, info: TensorInfo) -> list[kv.Reading]:
+    """All readings of an unnamed tensor, where its shape leaves it to readings at all."""
+    if not info.shape:
+        raise LayoutError(f"{verb}: a tensor of shape [] is no cache")
+    if len(info.shape) == 3 and info.shape[0] == 2:
+        raise AmbiguousLayout(
+            f"{verb}: shape {info.shape} is an MLA cache of 2 blocks ('vllm/mla') or PagedAttention's flat "
+            "(2, num_blocks, n) ('vllm/paged-attention', 'vllm/ipex'); give layout= or register it"
+        )
+    with _as(verb):
+        return kv.candidates(info.owner)
 
 
-def _check_is_plane(verb: str, part: Tensor, owner: _Entry) -> None:
-    """A part of a registered cache, whose first axis is to be the block, must be all blocks of one plane."""
-    layout = owner.cache.layout
-    at = _address(part) - _address(owner.tensor)
-    for name in layout.planes:
-        for layer in range(layout.geometry.num_layers if layout.layered else 1):
-            first = layout.offset(name, layer=layer)[1]
-            second = layout.offset(name, layer=layer, block=min(1, layout.geometry.num_blocks - 1))[1]
-            steps = part.shape[0] == 1 or _strides(part)[0] * _item_bytes(part) == second - first
-            if at == first and part.shape[0] == layout.geometry.num_blocks and steps:
-                return
-    raise LayoutError(
-        f"{verb}: a part of shape {tuple(part.shape)}, {at} bytes into the registered cache of shape "
-        f"{tuple(owner.tensor.shape)}, is none of the planes of its layout '{layout}'; split on the wrong axis?"
-    )
-
-
-def _one(verb: str, tensor: Tensor, layout: LayoutLike | None) -> kv.Cache:
+def _one(verb: str, info: TensorInfo, layout: LayoutLike | None) -> kv.Cache:
     """One layer's cache by its name, or by any reading where all agree on the bytes of every block."""
-    named = _named(verb, tensor, layout)
+    named = _named(verb, info, layout)
     if named is not None:
-        return named
-    readings = kv.candidates(tensor)
+        return named[0]
+    readings = _readings(verb, info)
     if not readings or not all(_core.same_block_bytes(readings[0].layout, r.layout) for r in readings):
-        kv.detect(tensor)  # raises, with every reading and an example
-        raise AmbiguousLayout(f"{verb}: readings of shape {tuple(tensor.shape)} differ in the bytes of a block")
-    return kv.Cache(tensor, readings[0].layout)
+        with _as(verb):
+            kv.detect(info.owner)  # raises, with every reading and an example
+        raise AmbiguousLayout(f"{verb}: readings of shape {info.shape} differ in the bytes of a block")
+    return kv.Cache(info.owner, readings[0].layout)
 
 
-def _same_order(verb: str, src: Tensor, dst: Tensor, layout: LayoutLike | None) -> tuple[kv.Cache, kv.Cache]:
+def _same_order(verb: str, source: Tensor, target: Tensor, layout: LayoutLike | None) -> tuple[kv.Cache, kv.Cache]:
     """Two caches of one order: what is known of one holds for both, and a reading counts only if both have it."""
-    named = _named(verb, src, layout), _named(verb, dst, layout)
-    if named[0] is not None and named[1] is not None:
-        return named[0], named[1]
-    if named[0] is not None:
-        return named[0], _by_layout(dst, _said_of(src, named[0]))
-    if named[1] is not None:
-        return _by_layout(src, _said_of(dst, named[1])), named[1]
+    src = source if isinstance(source, TensorInfo) else inspect(source, f"{verb}: src")
+    dst = target if isinstance(target, TensorInfo) else inspect(target, f"{verb}: dst")
+    of_src, of_dst = _named(verb, src, layout), _named(verb, dst, layout)
+    if of_src is not None and of_dst is not None:
+        return of_src[0], of_dst[0]
+    if of_src is not None:
+        return of_src[0], _alike(verb, dst, src, of_src[1])
+    if of_dst is not None:
+        return _alike(verb, src, dst, of_dst[1]), of_dst[0]
+    targets = [(r.order, _block_sizes(r.geometry), r.layout) for r in _readings(verb, dst)]
     shared = [
-        (of_src.layout, of_dst.layout)
-        for of_src in kv.candidates(src)
-        for of_dst in kv.candidates(dst)
-        if of_src.order == of_dst.order and _block_sizes(of_src.geometry) == _block_sizes(of_dst.geometry)
+        (reading.layout, other)
+        for reading in _readings(verb, src)
+        for order, sizes, other in targets
+        if reading.order == order and _block_sizes(reading.geometry) == sizes
     ]
     if not shared:
-        kv.detect(src)  # raises where the source has several readings or none
-        kv.detect(dst)
-        raise UnknownLayout(f"{verb}: no layout fits both shape {tuple(src.shape)} and shape {tuple(dst.shape)}")
+        with _as(verb):
+            kv.detect(src.owner)  # raises where the source has several readings or none
+            kv.detect(dst.owner)
+        raise UnknownLayout(f"{verb}: no layout fits both shape {src.shape} and shape {dst.shape}")
     first = shared[0]
     if not all(_core.same_block_bytes(a, b) for pair in shared for a, b in zip(first, pair, strict=True)):
-        kv.detect(src)
-        raise AmbiguousLayout(f"{verb}: readings of shape {tuple(src.shape)} differ in the bytes of a block")
-    return kv.Cache(src, first[0]), kv.Cache(dst, first[1])
+        with _as(verb):
+            kv.detect(src.owner)
+        raise AmbiguousLayout(f"{verb}: readings of shape {src.shape} differ in the bytes of a block")
+    return kv.Cache(src.owner, first[0]), kv.Cache(dst.owner, first[1])
 
 
-def _said_of(tensor: Tensor, cache: kv.Cache) -> LayoutLike:
-    """What was registered of a tensor: a name or an order, with its geometry where one was given."""
-    entry = _registered.get(_identity(tensor))
-    if entry is None:  # a plane of a registered cache
-        return cache.layout
-    if entry.geometry is None or not isinstance(entry.layout, str):
-        return entry.layout
-    return kv.layout(entry.layout, entry.geometry)
+def _alike(verb: str, info: TensorInfo, known: TensorInfo, said: LayoutLike | None) -> kv.Cache:
+    """An unnamed tensor by what is known of the one that it is copied from or to: a layout, or one plane's view."""
+    if said is not None:
+        return _by_layout(verb, info, said)
+    if info.shape[1:] != known.shape[1:] or info.dtype_name != known.dtype_name:
+        raise LayoutError(
+            f"{verb}: {_described({'a plane of a registered cache': known})}, but the other tensor is of shape "
+            f"{info.shape} {info.dtype_name}; they must differ in num_blocks alone"
+        )
+    return _block_rows(verb, info)
 
 
 def _block_sizes(geometry: kv.Geometry) -> tuple[Any, ...]:
@@ -442,18 +715,17 @@ def _block_sizes(geometry: kv.Geometry) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _pages(tensor: Tensor, block_bytes: int, layout: LayoutLike | None, argument: str) -> kv.Cache:
-    """A tensor whose block b is said to be bytes [b * block_bytes, (b + 1) * block_bytes), and is."""
+def _pages(tensor: Tensor, size: int, layout: LayoutLike | None, argument: str) -> kv.Cache:
+    """A tensor whose block b is said to be bytes [b * size, (b + 1) * size), and is."""
     verb = "swap_blocks"
-    size = int(block_bytes)
-    if size < 1:
-        raise ArgumentError(f"{verb}: block_size_in_bytes is {size}")
-    if _named(verb, tensor, layout) is None and _is_page_table(tensor, size):
-        return kv.Cache(tensor, _pages_layout(tensor.shape[0], size))
-    cache = _one(verb, tensor, layout)
+    info = inspect(tensor, f"{verb}: {argument}")
+    named = _named(verb, info, layout)
+    if named is None and _is_page_table(info, size):
+        return kv.Cache(info.owner, _pages_layout(info.shape[0], size))
+    cache = named[0] if named is not None else _one(verb, info, None)
     if not _core.same_block_bytes(cache.layout, _pages_layout(cache.layout.geometry.num_blocks, size)):
         raise ArgumentError(
-            f"{verb}: block_size_in_bytes is {size}, but {argument} of shape {tuple(tensor.shape)}, read as "
+            f"{verb}: block_size_in_bytes is {size}, but {argument} of shape {info.shape}, read as "
             f"'{cache.layout}', does not keep block b in bytes [b * {size}, (b + 1) * {size})"
         )
     return cache
@@ -464,119 +736,223 @@ def _pages_layout(num_blocks: int, size: int) -> kv.Layout:
     return kv.Layout("state: B D", sizes)
 
 
-def _is_page_table(tensor: Tensor, size: int) -> bool:
+def _is_page_table(info: TensorInfo, size: int) -> bool:
     """[num_blocks, page] of consecutive pages of this size: the shape itself says what a block is."""
-    shape, strides = tensor.shape, _strides(tensor)
-    return len(shape) == 2 and shape[1] * _item_bytes(tensor) == size and strides == (shape[1], 1)
+    shape = info.shape
+    return len(shape) == 2 and shape[1] * info.item_size == size and info.strides == (shape[1], 1)
 
 
 # --- K and V given apart --------------------------------------------------------------------------------------------
 
 
+def _write(
+    verb: str, caches: tuple[TensorInfo, TensorInfo], layout: LayoutLike | None, kv_cache_dtype: str,
+    tokens: tuple[Tensor, Tensor], slots: Tensor, scales: tuple[Any, Any],
+) -> None:  # fmt: skip
+    numbers = []
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        if hasattr(scale, "shape") and (count := _count(scale)) != 1:
+            raise ArgumentError(f"{verb}: {name} has {count} elements; one scale a tensor is supported")
+        numbers.append(to_scale(scale, f"{verb}: {name}"))
+    rows = [
+        inspect(tensor, f"{verb}: {name}", allow_empty=True)
+        for name, tensor in zip(("key", "value"), tokens, strict=True)
+    ]
+    cache, layer, stored = _pair(verb, caches, layout, kv_cache_dtype)
+    for name, info, dtype in zip(("key", "value"), rows, stored, strict=True):
+        _check_kv_cache_dtype(verb, kv_cache_dtype, name, info, dtype)
+    slots = to_vector(slots, f"{verb}: slot_mapping")
+    with _as(verb):
+        kv.write_tokens(cache, layer, rows[0].owner, rows[1].owner, slots, key_scale=numbers[0], value_scale=numbers[1])
+
+
 def _pair(
-    verb: str, key_cache: Tensor, value_cache: Tensor, layout: LayoutLike | None, kv_cache_dtype: str
-) -> tuple[kv.Cache, int]:
-    """A cache and a layer of it for K and V views, by the layout given, the registered whole, or the op's meaning."""
-    whole = None if layout is not None else _registered_around(verb, key_cache, value_cache)
-    if whole is not None:
-        return whole
-    split = len(key_cache.shape) == 5
-    num_blocks, block_size, heads, dim = key_cache.shape[:4]
+    verb: str, caches: tuple[TensorInfo, TensorInfo], layout: LayoutLike | None, kv_cache_dtype: str
+) -> tuple[kv.Cache, int, tuple[str, str]]:
+    """A cache and a layer of it for K and V views, by the layout given, the registered whole, or the op's meaning.
+
+    With them the dtypes of the elements of K and of V.
+    """
+    key, value = caches
+    dtypes = _cache_dtype(verb, key, kv_cache_dtype), _cache_dtype(verb, value, kv_cache_dtype)
+    split = len(key.shape) == 5
+    if layout is None:
+        views = {"key": key, "value": value}
+        found = _matches(views, _is_x_split if split else _is_plane)
+        if found:
+            entry, layer = _only(verb, views, found)
+            planes = entry.layers[layer]
+            held = planes["key"].dtype, planes["value"].dtype
+            # A cache registered as bytes, in which the engine keeps fp8: its strided views say the rest.
+            if held != ("u8", "u8") or dtypes == held or planes["key"].split != split or planes["value"].split:
+                return entry.cache, layer, held
+        else:
+            _refuse_part(verb, views)
+    if dtypes[0] != dtypes[1]:
+        raise DTypeError(f"{verb}: key_cache is {key.dtype_name}, value_cache {value.dtype_name}")
+    num_blocks, block_size, heads, dim = key.shape[:4]
     if split:
-        num_blocks, heads, groups, block_size, x = key_cache.shape
+        num_blocks, heads, groups, block_size, x = key.shape
         dim = groups * x
-    value_dim = value_cache.shape[2 if split else 3]
     geometry = kv.Geometry(
-        num_blocks=num_blocks, block_size=block_size, num_kv_heads=heads, head_size=dim, value_head_size=value_dim,
-        dtype=_cache_dtype(verb, key_cache, kv_cache_dtype),
+        num_blocks=num_blocks, block_size=block_size, num_kv_heads=heads, head_size=dim,
+        value_head_size=value.shape[2 if split else 3], dtype=dtypes[0],
     )  # fmt: skip
     memory: tuple[Tensor, ...]
     orders: tuple[str, ...]
     if layout is not None:
         orders = _orders_apart(_order_of(layout))
-        memory = tuple(
-            _arranged(view, "BNHD", order) for view, order in zip((key_cache, value_cache), orders, strict=True)
-        )
+        if split:
+            _check_x_split(verb, layout, orders)
+        else:
+            _check_agrees(verb, layout, geometry, caches)
+        memory = tuple(_arranged(view, "BNHD", order) for view, order in zip(caches, orders, strict=True))
     elif split:
-        orders, memory = ("B H D/x N D%x", "B H D N"), (key_cache, value_cache)
+        orders, memory = ("B H D/x N D%x", "B H D N"), (key.owner, value.owner)
     else:
-        orders = tuple(_letters_by_stride("BNHD", view) for view in (key_cache, value_cache))
-        memory = tuple(
-            _arranged(view, "BNHD", order) for view, order in zip((key_cache, value_cache), orders, strict=True)
-        )
-    return kv.Cache((memory[0], memory[1]), f"key: {orders[0]} | value: {orders[1]}", geometry=geometry), 0
+        orders = tuple(_letters_by_stride("BNHD", view) for view in caches)
+        memory = tuple(_arranged(view, "BNHD", order) for view, order in zip(caches, orders, strict=True))
+    with _as(verb):
+        cache = kv.Cache((memory[0], memory[1]), f"key: {orders[0]} | value: {orders[1]}", geometry=geometry)
+    return cache, 0, dtypes
 
 
-def _write(
-    verb: str, at: tuple[kv.Cache, int], key: Tensor, value: Tensor, slots: Tensor, k_scale: Tensor | float,
-    v_scale: Tensor | float,
-) -> None:  # fmt: skip
-    scales = []
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if hasattr(scale, "shape") and (count := _count(scale)) != 1:
-            raise ArgumentError(f"{verb}: {name} has {count} elements; one scale a tensor is supported")
-        scales.append(float(scale))
-    kv.write_tokens(*at, key, value, slots, key_scale=scales[0], value_scale=scales[1])
-
-
-def _count(tensor: Tensor) -> int:
-    return int(tensor.numel()) if hasattr(tensor, "numel") else int(tensor.size)
-
-
-def _cache_dtype(verb: str, cache: Tensor, kv_cache_dtype: str) -> str:
-    """The dtype of stored elements: the tensor's own, or the fp8 kind that the engine keeps in bytes."""
-    name = str(cache.dtype).removeprefix("torch.")
-    own = {
-        "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float8_e4m3fn": "f8_e4m3", "float8_e5m2": "f8_e5m2",
-        "float8_e4m3fnuz": "f8_e4m3fnuz", "float8_e5m2fnuz": "f8_e5m2fnuz", "uint8": "u8", "int8": "i8", "int32": "i32",
-        "uint16": "bf16",
-    }  # fmt: skip
-    if kv_cache_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2"):
-        kind = "f8_e5m2" if kv_cache_dtype == "fp8_e5m2" else "f8_e4m3"
-        if name != "uint8" and not own.get(name, "").startswith(kind):
-            raise DTypeError(f"{verb}: kv_cache_dtype {kv_cache_dtype!r} over a cache of {name}")
-        return own[name] if name != "uint8" else kind
-    if kv_cache_dtype not in ("auto", "bfloat16", "half", "float16", "float", "float32"):
-        raise DTypeError(f"{verb}: kv_cache_dtype {kv_cache_dtype!r} is not one that this function writes")
-    if name not in own:
-        raise DTypeError(f"{verb}: a cache of {name}")
-    return own[name]
-
-
-def _registered_around(verb: str, key_cache: Tensor, value_cache: Tensor) -> tuple[kv.Cache, int] | None:
-    """The registered cache and the layer that these views were split off; refused where they are not its K and V."""
-    owner = _owner(key_cache)
-    if owner is None:
-        return None
-    layout, start = owner.cache.layout, _address(owner.tensor)
-    found = _address(key_cache) - start, _address(value_cache) - start
-    layers = range(layout.geometry.num_layers if layout.layered else 1)
-    places = [tuple(layout.offset(name, layer=layer)[1] for name in ("key", "value")) for layer in layers]
-    if found not in places:
+def _check_x_split(verb: str, layout: LayoutLike, orders: tuple[str, str]) -> None:
+    """A layout of `reshape_and_cache`'s views has K split by x; V transposed or split."""
+    if not re.search(r"D/\w+ N D%\w+$", orders[0]) or not re.search(r"%|D N$", orders[1]):
         raise LayoutError(
-            f"{verb}: key_cache and value_cache start {found[0]} and {found[1]} bytes into the registered cache of "
-            f"shape {tuple(owner.tensor.shape)}, whose layout '{layout}' has key at {places[0][0]} and value at "
-            f"{places[0][1]}; split on the wrong axis?"
-        )
-    return owner.cache, places.index(found)
-
-
-def _block_rows(verb: str, tensor: Tensor) -> kv.Cache:
-    """A tensor whose first axis is the block, whatever its other axes mean."""
-    letters = "BLNHD"[: len(tensor.shape)]
-    x_split = len(tensor.shape) == 5 and tensor.shape[4] * _item_bytes(tensor) == 16
-    if not (2 <= len(tensor.shape) <= 4 or x_split):
-        raise UnknownLayout(
-            f"{verb}: shape {tuple(tensor.shape)} is neither [num_blocks, block_size, num_kv_heads, head_size] nor "
+            f"{verb}: layout '{layout}' has K as '{orders[0]}' and V as '{orders[1]}'; the views' K is "
             "[num_blocks, num_kv_heads, head_size / x, block_size, x]"
         )
-    order = _letters_by_stride(letters, tensor)
-    sizes = dict.fromkeys("BLNHD", 1) | dict(zip(letters, tensor.shape, strict=True))
+
+
+def _check_agrees(
+    verb: str, layout: LayoutLike, geometry: kv.Geometry, views: tuple[TensorInfo, TensorInfo]
+) -> None:  # fmt: skip
+    """[num_blocks, block_size, num_kv_heads, head_size] views must have the strides that the layout gives them.
+
+    The outermost stride may be longer (padding, other layers); split axes have no strides of such a view.
+    """
+    order = _order_of(layout)
+    symbols = {}
+    if isinstance(layout, kv.Layout):
+        said, symbols = layout.geometry, layout.geometry.symbols
+        wanted = said.block_size, said.num_kv_heads, said.head_size
+        given = geometry.block_size, geometry.num_kv_heads, geometry.head_size
+        if wanted != given:
+            raise LayoutError(
+                f"{verb}: key_cache of shape {views[0].shape}, but '{layout}' has block_size, num_kv_heads and "
+                f"head_size {wanted}"
+            )
+    if re.search(r"[%/]", order):
+        return
+    layered = re.search(r"\bL\b", order)
+    outside = order[: layered.start()] if layered else ""
+    sizes = kv.Geometry(
+        num_blocks=geometry.num_blocks, block_size=geometry.block_size, num_kv_heads=geometry.num_kv_heads,
+        head_size=geometry.head_size, value_head_size=geometry.value_head_size, dtype=geometry.dtype, **symbols,
+    )  # fmt: skip
+    with _as(verb):
+        whole = kv.layout(re.sub(r"\bL\b(@\d+)?(\[\d+\])?\s*", "", order), sizes)
+    for name, view in zip(("key", "value"), views, strict=True):
+        if name not in whole.planes:
+            raise LayoutError(f"{verb}: layout '{layout}' has no plane '{name}'")
+        _, _, _, shape, strides = _core.plane_view(whole, name, 0, False)
+        longest = max((s for s, n in zip(strides, shape, strict=True) if n > 1), default=1)
+        for axis, length, expected, stride in zip("BNHD", shape, strides, view.strides, strict=True):
+            longer = expected == longest or axis in outside
+            if length > 1 and (stride < expected if longer else stride != expected):
+                raise LayoutError(
+                    f"{verb}: {name}_cache of shape {view.shape} has strides {view.strides}, layout '{layout}' gives "
+                    f"{tuple(strides)}"
+                )
+    apart = whole.offset("value")[1] - whole.offset("key")[1]
+    found = views[1].address - views[0].address
+    if whole.num_parts == 1 and (found < apart if layered or not order.lstrip().startswith("B") else found != apart):
+        raise LayoutError(
+            f"{verb}: value_cache starts {found} bytes after key_cache, with layout '{layout}' it starts {apart} after"
+        )
+
+
+def _check_rows_agree(verb: str, layout: LayoutLike, both: tuple[TensorInfo, TensorInfo]) -> None:
+    """`copy_blocks`'s views against `layout=`: their tokens may come before or after their heads."""
+    if len(both[0].shape) != 4 or len(both[1].shape) != 4:
+        return
+    errors = []
+    for axes in ((0, 1, 2, 3), (0, 2, 1, 3)):
+        views = [
+            TensorInfo(
+                i.address, tuple(i.shape[a] for a in axes), tuple(i.strides[a] for a in axes), i.item_size, i.dtype,
+                i.dtype_name, i.read_only, i.owner,
+            )
+            for i in both
+        ]  # fmt: skip
+        sizes = kv.Geometry(
+            num_blocks=views[0].shape[0], block_size=views[0].shape[1], num_kv_heads=views[0].shape[2],
+            head_size=views[0].shape[3], value_head_size=views[1].shape[3], dtype=_cache_dtype(verb, both[0], "auto"),
+        )  # fmt: skip
+        try:
+            _check_agrees(verb, layout, sizes, (views[0], views[1]))
+            return
+        except LayoutError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _count(thing: Any) -> int:
+    return int(np.prod(thing.shape, dtype=object))
+
+
+_KV_CACHE_DTYPES = {
+    "auto": None, "bfloat16": "bf16", "half": "f16", "float16": "f16", "float": "f32", "float32": "f32",
+    "fp8": "f8_e4m3", "fp8_e4m3": "f8_e4m3", "fp8_e5m2": "f8_e5m2",
+}  # fmt: skip
+
+
+def _check_kv_cache_dtype(verb: str, kv_cache_dtype: str, name: str, tokens: TensorInfo, stored: str) -> None:
+    """What is stored must be what `kv_cache_dtype` says; only its fp8 names quantise."""
+    wanted = _KV_CACHE_DTYPES[kv_cache_dtype]
+    if wanted is not None and not (stored == wanted or (wanted.startswith("f8") and stored == f"{wanted}fnuz")):
+        raise DTypeError(f"{verb}: kv_cache_dtype {kv_cache_dtype!r} over a {name} cache of {stored}")
+    if wanted is not None and wanted.startswith("f8"):
+        return
+    if tokens.dtype != stored and not (tokens.carrier and tokens.item_size == _item_size(stored)):
+        raise DTypeError(
+            f"{verb}: {name} is {tokens.dtype_name}, the cache holds {stored}; kv_cache_dtype {kv_cache_dtype!r} does "
+            "not convert"
+        )
+
+
+def _cache_dtype(verb: str, cache: TensorInfo, kv_cache_dtype: str) -> str:
+    """The dtype of stored elements: the tensor's own, or the fp8 kind that the engine keeps in bytes."""
+    if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in _KV_CACHE_DTYPES:
+        raise DTypeError(f"{verb}: kv_cache_dtype {kv_cache_dtype!r} is not one that this function writes")
+    kind = _KV_CACHE_DTYPES[kv_cache_dtype] or ""
+    if kind.startswith("f8") and cache.dtype_name == "uint8":
+        return kind
+    own = "bf16" if cache.dtype_name == "uint16" else cache.dtype
+    if own is None:
+        raise DTypeError(f"{verb}: a cache of {cache.dtype_name}")
+    return own
+
+
+def _block_rows(verb: str, info: TensorInfo) -> kv.Cache:
+    """A tensor whose first axis is the block, whatever its other axes mean."""
+    letters = "BLNHD"[: len(info.shape)]
+    x_split = len(info.shape) == 5 and info.shape[4] * info.item_size == 16
+    if not (2 <= len(info.shape) <= 4 or x_split):
+        raise UnknownLayout(
+            f"{verb}: shape {info.shape} is neither [num_blocks, block_size, num_kv_heads, head_size] nor "
+            "[num_blocks, num_kv_heads, head_size / x, block_size, x]"
+        )
+    order = _letters_by_stride(letters, info)
+    sizes = dict.fromkeys("BLNHD", 1) | dict(zip(letters, info.shape, strict=True))
     rows = kv.Geometry(
         num_layers=sizes["L"], num_blocks=sizes["B"], block_size=sizes["N"], num_kv_heads=sizes["H"],
-        head_size=sizes["D"], dtype=_cache_dtype(verb, tensor, "auto"),
+        head_size=sizes["D"], dtype=_cache_dtype(verb, info, "auto"),
     )  # fmt: skip
-    return kv.Cache(_arranged(tensor, letters, order), f"key: {order}", geometry=rows)
+    with _as(verb):
+        return kv.Cache(_arranged(info, letters, order), f"key: {order}", geometry=rows)
 
 
 # --- orders ---------------------------------------------------------------------------------------------------------
@@ -601,23 +977,23 @@ def _orders_apart(order: str) -> tuple[str, str]:
     raise LayoutError(f"'{order}' has no key and value plane of one piece each")
 
 
-def _letters_by_stride(letters: str, tensor: Tensor) -> str:
+def _letters_by_stride(letters: str, info: TensorInfo) -> str:
     """The axes of a tensor in the sequence in which they lie in memory, outermost first."""
-    ranked = sorted(zip(_strides(tensor), (-i for i in range(len(letters))), letters, strict=True), reverse=True)
+    ranked = sorted(zip(info.strides, (-i for i in range(len(letters))), letters, strict=True), reverse=True)
     return " ".join(letter for _, _, letter in ranked)
 
 
-def _arranged(tensor: Tensor, letters: str, order: str) -> Tensor:
+def _arranged(info: TensorInfo, letters: str, order: str) -> Tensor:
     """The tensor with its axes in the order's sequence; its blocks as flat rows where its shape is not the order's."""
-    terms = order.split()
-    if sorted(terms) == sorted(letters):
-        arranged = _permute(tensor, [letters.index(term) for term in terms])
-        steps = [stride for stride, length in zip(_strides(arranged), arranged.shape, strict=True) if length > 1]
+    terms, tensor = order.split(), info.owner
+    if sorted(terms) == sorted(letters) and len(letters) == len(info.shape):
+        axes = [letters.index(term) for term in terms]
+        steps = [info.strides[axis] for axis in axes if info.shape[axis] > 1]
         if steps == sorted(steps, reverse=True):
-            return arranged
-    elif len(terms) == len(tensor.shape):
+            return tensor.permute(*axes) if hasattr(tensor, "permute") else tensor.transpose(axes)
+    elif len(terms) == len(info.shape):
         return tensor
     rows = tensor.reshape(tensor.shape[0], -1)
-    if _address(rows) != _address(tensor):
-        raise LayoutError(f"a view of shape {tuple(tensor.shape)} whose blocks are not contiguous, for '{order}'")
+    if inspect(rows).address != info.address:
+        raise LayoutError(f"a view of shape {info.shape} whose blocks are not contiguous, for '{order}'")
     return rows
