@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <string_view>
 
 #include "kvstride/error.h"
 
@@ -57,9 +58,13 @@ void check_geometry(const Geometry& geometry) {
   if (geometry.value_head_size) check("value_head_size", *geometry.value_head_size);
   for (const auto& [name, value] : geometry.symbols) {
     const bool word =
-        !name.empty() && name.size() <= 3 && name != "dv" && name[0] >= 'a' && name[0] <= 'z' &&
+        !name.empty() && name.size() <= 8 && name[0] >= 'a' && name[0] <= 'z' &&
         std::all_of(name.begin(), name.end(), [](char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'); });
-    if (!word || dtype_from_name(name)) {
+    // Words that somebody would write for a size that has another name.
+    constexpr std::string_view kMeant[] = {"dv",     "layer", "layers", "block", "blocks", "token",
+                                           "tokens", "head",  "heads",  "dim",   "dims",   "dtype"};
+    const bool meant = std::find(std::begin(kMeant), std::end(kMeant), name) != std::end(kMeant);
+    if (!word || meant || dtype_from_name(name)) {
       throw Error(ErrorCode::kLayout, "geometry: unknown size '" + name.substr(0, 40) +
                                           "'; symbols are short lower-case words such as k or g");
     }

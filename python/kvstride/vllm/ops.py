@@ -425,8 +425,9 @@ def _bytes_meet(
             "typestr": "|u1", "data": (at, True),
         }  # fmt: skip
         arrays.append(np.asarray(_Memory(None, interface)))
+    limit: Any = 100_000  # numpy's stubs know two values only
     try:
-        return bool(np.shares_memory(arrays[0], arrays[1], max_work=100_000))
+        return bool(np.shares_memory(arrays[0], arrays[1], max_work=limit))
     except np.exceptions.TooHardError:
         return True
 
