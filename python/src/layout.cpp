@@ -176,9 +176,21 @@ void bind_layouts(nb::module_& m) {
 
   nb::class_<Entry>(m, "Entry", "One known layout of the registry.")
 #define KVSTRIDE_FIELD(field) .def_prop_ro(#field, [](const Entry& e) { return std::string(e.field); })
-      KVSTRIDE_FIELD(name) KVSTRIDE_FIELD(order) KVSTRIDE_FIELD(shape) KVSTRIDE_FIELD(engine) KVSTRIDE_FIELD(backends)
-          KVSTRIDE_FIELD(first) KVSTRIDE_FIELD(last) KVSTRIDE_FIELD(source) KVSTRIDE_FIELD(note)
+      KVSTRIDE_FIELD(name) KVSTRIDE_FIELD(order) KVSTRIDE_FIELD(shape) KVSTRIDE_FIELD(engine) KVSTRIDE_FIELD(first)
+          KVSTRIDE_FIELD(last) KVSTRIDE_FIELD(source) KVSTRIDE_FIELD(note)
 #undef KVSTRIDE_FIELD
+              .def_prop_ro(
+                  "backends",
+                  [](const Entry& e) {
+                    nb::list out;
+                    for (std::string_view rest = e.backends; !rest.empty();) {
+                      const std::size_t end = std::min(rest.find(','), rest.size());
+                      out.append(std::string(rest.substr(0, end)));
+                      rest.remove_prefix(std::min(end + 1, rest.size()));
+                    }
+                    return nb::tuple(out);
+                  },
+                  "Classes of the engine that use it.")
               .def_prop_ro(
                   "opaque", [](const Entry& e) { return e.opaque; },
                   "Shape and strides do not tell the bytes: only ever named, never observed.")

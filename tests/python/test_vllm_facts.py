@@ -260,3 +260,8 @@ def test_asymmetric_heads() -> None:
     named = name_layout(facts)
     assert named.text == "B N H {key: D, value: D}"
     assert named.layout().offset("value", block=1, token=1, head=2, dim=47) == (0, 7680 + 480 + 320 + 64 + 94)
+
+
+def test_the_registry_knows_every_class_with_addresses() -> None:
+    known = {backend for entry in kv.registry() for backend in entry.backends}
+    assert {r["backend"] for r in records() if "key" in r} <= known
