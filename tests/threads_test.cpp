@@ -68,7 +68,6 @@ TEST(Threads, CallersDoNotDisturbEachOther) {
   set_num_threads(0);
 }
 
-#if !defined(__SANITIZE_THREAD__)
 TEST(Threads, AForkedChildHasAPoolOfItsOwn) {
   cpu::parallel_for(3, [](int) {});
   const pid_t child = fork();
@@ -81,7 +80,6 @@ TEST(Threads, AForkedChildHasAPoolOfItsOwn) {
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
-#endif
 
 TEST(Threads, C91WhatIsBoundIsACopyOfTheIds) {
   Memory src(Layout("B KV N H D", test::small_geometry()), 5);
