@@ -679,3 +679,40 @@ def test_engine_tensors_differ_by_row() -> None:
     assert made["vllm/packed-hnd"] == 2 * (((3 * 6 + 4) * 32 + 5) * 64 + 32 + 7)
     assert made["vllm/lhbnc"] == 2 * (((4 * 5 + 3) * 32 + 5) * 64 + 32 + 7)
     assert made["vllm/flex-attention"] == 2 * (((3 * 32 + 5) * 2 + 1) * 192 + 4 * 32 + 7)
+
+
+def test_memory_that_moved_is_refused() -> None:
+    """A verb must not write where the tensor once was."""
+    array = np.zeros((4, 2, 3, 2, 8), np.float32)
+    cache = kv.Cache(array, "B KV N H D")
+    array.resize((400, 2, 3, 2, 8), refcheck=False)
+    if array.ctypes.data != cache.tensors[0].address:
+        for verb in (lambda: kv.zero_blocks(cache, [0]), lambda: cache.key(0)):
+            with pytest.raises(kv.ArgumentError, match="moved or freed"):
+                verb()
+
+
+def test_torch_storage_that_was_released_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(4, 2, 3, 2, 8)
+    cache = kv.Cache(tensor, "B KV N H D")
+    plan = kv.Plan(cache, kv.Cache(torch.zeros(4, 2, 3, 2, 8), "B KV N H D")).bind([(0, 1)])
+    tensor.untyped_storage().resize_(0)
+    for verb in (lambda: kv.zero_blocks(cache, [0]), lambda: cache.key(0), plan.run):
+        with pytest.raises(kv.ArgumentError, match="moved or freed"):
+            verb()
+
+
+def test_scales_of_write_tokens_are_never_dropped() -> None:
+    """f8 tokens into an f8 cache are stored as they come, or refused: a scale has no effect that could be lost."""
+    torch = pytest.importorskip("torch")
+    memory = torch.zeros(4, 2, 8, 2, 8, dtype=torch.float8_e4m3fn)
+    cache = kv.Cache(memory, "B KV N H D")
+    same, other = (torch.full((1, 2, 8), 4.0).to(t) for t in (torch.float8_e4m3fn, torch.float8_e5m2))
+    with pytest.raises(kv.DTypeError):
+        kv.write_tokens(cache, 0, other, other, [0])
+    with pytest.raises(kv.ArgumentError, match="key_scale"):
+        kv.write_tokens(cache, 0, same, same, [0], key_scale=2.0)
+    assert not memory.view(torch.uint8).any()
+    kv.write_tokens(cache, 0, same, same, [0])
+    assert (memory[0, :, 0].float() == 4.0).all()
