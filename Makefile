@@ -25,7 +25,7 @@ ENGINE_TESTS := $(addprefix tests/python/,test_engine_writes.py test_vllm_backen
 QUICK_TESTS := $(filter-out $(ENGINE_TESTS),$(wildcard tests/python/test_*.py))
 RANDOM_TESTS = $(shell grep -l hypothesis $(QUICK_TESTS))
 CXX_FILES := $(shell find include src cli python/src tests fuzz benchmarks examples -name '*.cpp' -o -name '*.h')
-PY_DIRS := python tests examples scripts
+PY_DIRS := python tests examples scripts benchmarks
 WHEEL_FILES := $(shell find include src cli cmake python -type f -not -name '*.pyc' -not -name '_core*') \
                CMakeLists.txt pyproject.toml README.md LICENSE
 
@@ -116,10 +116,12 @@ fuzz: $(DEV)/.tools ## Each libFuzzer target for FUZZ_SECONDS (60)
 demo: $(ENGINE)/.kvstride ## A live vLLM's KV cache through a dozen layouts and back
 	@$(ENGINE)/bin/python examples/python/demo.py
 
-bench: $(DEV)/.tools ## Benchmarks of the block verbs
+# Beside vLLM and torch where `make test` has installed them.
+BENCH_ENV := $(if $(wildcard $(ENGINE)/.vllm-$(VLLM_RELEASE)),$(ENGINE),$(DEV))
+bench: $(DEV)/.tools $(BENCH_ENV)/.kvstride ## Benchmarks of the block verbs; BENCH_ARGS goes to benchmarks/report.py
 	@cmake --preset bench > build/configure.log || { cat build/configure.log; exit 1; }
 	cmake --build --preset bench
-	build/bench/benchmarks/kvstride_bench
+	$(BENCH_ENV)/bin/python benchmarks/report.py $(BENCH_ARGS)
 
 lint: $(DEV)/.kvstride ## Formats, ruff, mypy, and a test for every case of tests/data/cases.txt
 	@clang-format --dry-run -Werror $(CXX_FILES)

@@ -13,20 +13,17 @@ Layout layout(const char* order, std::int64_t blocks, std::int64_t block, std::i
   return Layout(order, g);
 }
 
-std::string megabytes(std::size_t bytes) { return std::to_string(bytes >> 20) + "_MiB"; }
-
 void add_sizes(std::vector<Work>& all) {
   constexpr std::size_t kBlock = std::size_t{64} << 10;  // 16 tokens, K and V, 8 heads of 128, bf16
-  std::vector<std::size_t> sizes;
-  for (std::size_t mib = 1; mib <= 1024; mib *= 4) sizes.push_back(mib << 20);
-  const std::size_t third = available_bytes() / 3 / kBlock * kBlock;
-  if (third > sizes.back()) sizes.push_back(third);
-  for (const std::size_t bytes : sizes) {
+  std::vector<std::pair<std::string, std::size_t>> sizes;
+  for (std::size_t mib = 1; mib <= 1024; mib *= 4) sizes.emplace_back(std::to_string(mib) + "_MiB", mib << 20);
+  sizes.emplace_back("third_of_memory", available_bytes() / 3 / kBlock * kBlock);
+  for (const auto& [name, bytes] : sizes) {
     const auto blocks = static_cast<std::int64_t>(bytes / kBlock);
     const Layout nhd = layout("B KV N H D", blocks, 16, 8, 128);
     const Layout hnd = layout("B KV H N D", blocks, 16, 8, 128);
-    all.push_back(swap_work("size_swap/" + megabytes(bytes), nhd, 0));
-    all.push_back(convert_work("size_NHD_to_HND/" + megabytes(bytes), Kind::kRows, nhd, hnd, 0));
+    all.push_back(swap_work("size_swap/" + name, nhd, 0));
+    all.push_back(convert_work("size_NHD_to_HND/" + name, Kind::kRows, nhd, hnd, 0));
   }
 }
 

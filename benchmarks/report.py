@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the benchmarks, C++ and Python, and says where kvstride stands.
+
+    python benchmarks/report.py [--filter REGEX] [--min-time 0.1] [--no-peers] [--record] [--strict]
+
+Prints one table (work, threads, GB/s, the best copy's or the peer's GB/s, ratio, target, met or not), and what fell by
+more than the tolerance since docs/performance.json was recorded. Leaves report.json and report.svg in build/bench;
+--record writes docs/performance.json, docs/img/performance.svg and the tables of docs/performance.md instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import chart
+import tables
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "bench"
+RECORD = ROOT / "docs" / "performance.json"
+CHART = ROOT / "docs" / "img" / "performance.svg"
+PAGE = ROOT / "docs" / "performance.md"
+FIELDS = ("GBps", "best_GBps", "memcpy_GBps", "traffic_GBps", "ratio", "target", "speedup_target", "ns_per_pair")
+
+
+def run_cpp(program: Path, wanted: str, min_time: float) -> dict[str, Any]:
+    """kvstride_bench's records, rooflines apart, and what it says of the machine."""
+    out = BUILD / "kvstride_bench.json"
+    command = [
+        str(program),
+        f"--benchmark_out={out}",
+        "--benchmark_out_format=json",
+        f"--benchmark_min_time={min_time}",
+    ]
+    # The rooflines are always measured: the rest is read against them.
+    command.append(f"--benchmark_filter=^roofline/|{wanted}" if wanted else "--benchmark_filter=.")
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    read = json.loads(out.read_text())
+    works, roofline = [], []
+    for entry in read["benchmarks"]:
+        name, threads = re.fullmatch(r"(.+)/threads:(\d+)/manual_time", entry["name"]).groups()  # type: ignore[union-attr]
+        if entry.get("error_occurred"):
+            sys.exit(f"{name}: {entry['error_message']}")
+        record = {"name": name, "threads": int(threads)} | {f: entry[f] for f in FIELDS if f in entry}
+        (roofline if name.startswith("roofline/") else works).append(record)
+    context = read["context"]
+    return {"cpu": context["cpu"], "cores": context["num_cpus"], "roofline": roofline, "works": works}
+
+
+def run_peers(wanted: str, rounds: int) -> dict[str, Any]:
+    """benchmarks/peers' records; none where kvstride's package is not installed."""
+    if importlib.util.find_spec("kvstride") is None:
+        return {"peers": [], "absent": ["kvstride's Python package: nothing was compared with peers"]}
+    out = BUILD / "peers.json"
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "peers"), "--json", str(out)]
+    command += ["--rounds", str(rounds), "--filter", wanted]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return json.loads(out.read_text())
+
+
+def key_of(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What a record is of."""
+    return record["name"], record["threads"], record.get("peer")
+
+
+def judge(result: dict[str, Any]) -> None:
+    """Adds `speedup` over one thread, and `met` where there is a target."""
+    records = result["works"] + result["peers"]
+    alone = {key_of(r): r["GBps"] for r in records if r["threads"] == 1 and "GBps" in r}
+    for record in records:
+        one = alone.get((record["name"], 1, record.get("peer")))
+        if record["threads"] > 1 and one:
+            record["speedup"] = record["GBps"] / one
+        if "target" in record:
+            record["met"] = record["ratio"] >= record["target"]
+        if "speedup_target" in record and "speedup" in record:
+            record["met"] = record["speedup"] >= record["speedup_target"]
+        if "target_us" in record:
+            record["met"] = record["overhead_us"] <= record["target_us"]
+
+
+def fallen(result: dict[str, Any], tolerance: float) -> list[str]:
+    """Ratios that are lower than the recorded ones by more than the tolerance."""
+    if not RECORD.exists():
+        return []
+    recorded = json.loads(RECORD.read_text())
+    before = {key_of(r): r["ratio"] for r in recorded["works"] + recorded["peers"] if "ratio" in r}
+    out = []
+    if recorded["cpu"] != result["cpu"]:
+        out.append(f"(the record is of another CPU: {recorded['cpu']})")
+    for record in result["works"] + result["peers"]:
+        was = before.get(key_of(record))
+        if was and record.get("ratio", was) < was * (1 - tolerance):
+            work = " ".join(str(part) for part in key_of(record) if part is not None)
+            out.append(f"{work}: {was:.2f} -> {record['ratio']:.2f}")
+    return out
+
+
+def record_page(result: dict[str, Any]) -> None:
+    """Rewrites docs: the JSON, the chart, and what lies between each pair of markers of the page."""
+    RECORD.write_text(json.dumps(result, indent=1) + "\n")
+    CHART.parent.mkdir(exist_ok=True)
+    CHART.write_text(chart.draw(result))
+    page = PAGE.read_text()
+    for name, text in tables.markdown(result).items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        page, found = re.subn(pattern, lambda m, text=text: m[1] + text + m[2], page, flags=re.S)
+        if not found:
+            sys.exit(f"{PAGE.name}: no marker <!-- {name} -->")
+    PAGE.write_text(page)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--bench", type=Path, default=BUILD / "benchmarks" / "kvstride_bench")
+    parser.add_argument("--filter", default="", help="only works whose name matches (peers: contains) this")
+    parser.add_argument("--min-time", type=float, default=0.1, help="seconds of a work's own time")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds beside a peer")
+    parser.add_argument("--no-peers", action="store_true", help="only the C++ benchmarks")
+    parser.add_argument("--tolerance", type=float, default=0.15, help="by how much a ratio may fall")
+    parser.add_argument("--record", action="store_true", help="write docs/performance.*")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 where a ratio fell")
+    args = parser.parse_args()
+    if args.record and (args.filter or args.no_peers):
+        parser.error("--record needs every work")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "command": "make bench" + (f' BENCH_ARGS="{os.environ["BENCH_ARGS"]}"' if os.environ.get("BENCH_ARGS") else ""),
+    }
+    result |= run_cpp(args.bench, args.filter, args.min_time)
+    result |= {"peers": [], "absent": []} if args.no_peers else run_peers(args.filter, args.rounds)
+    judge(result)
+    print(tables.text(result))
+    fell = fallen(result, args.tolerance)
+    if fell:
+        print(f"Fell by more than {args.tolerance:.0%} since the record:", *fell, sep="\n  ")
+    if args.record:
+        record_page(result)
+    else:
+        (BUILD / "report.json").write_text(json.dumps(result, indent=1) + "\n")
+        (BUILD / "report.svg").write_text(chart.draw(result))
+    return 1 if args.strict and fell else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
