@@ -8,6 +8,7 @@ from typing import Any
 
 ROW, LEFT, WIDE, TOP = 15, 290, 480, 64
 LONGEST = 1.2  # of a ratio; more is cut
+HALO = 'paint-order="stroke" stroke="white" stroke-width="3"'  # over the tick of a target
 MET, MISSED, TICK, GRID = "#2a9d5c", "#d9822b", "#222222", "#dddddd"
 
 
@@ -27,7 +28,7 @@ def _bar(record: dict[str, Any], y: int) -> list[str]:
         _text(LEFT - 8, y + 10, record["name"].replace("_", " "), 'text-anchor="end"'),
         f'<rect x="{LEFT}" y="{y + 2}" width="{length}" height="{ROW - 4}" fill="{color}"/>',
         f'<line x1="{at}" x2="{at}" y1="{y}" y2="{y + ROW}" stroke="{TICK}" stroke-width="2"/>',
-        _text(_x(record["ratio"]) + 5, y + 10, f"{record['ratio']:.2f}"),
+        _text(_x(record["ratio"]) + 5, y + 10, f"{record['ratio']:.2f}", HALO),
     ]
 
 

@@ -143,15 +143,16 @@ Work head_work(std::string name, const std::string& rank_order, bool read, doubl
           }};
 }
 
-/// 512 new tokens of one layer into a cache of 4096.
+/// 512 new tokens of one layer: a row of slots in a cache with little more, or slots of a cache of 4096 at random.
 Work write_work(std::string name, Kind kind, const std::string& order, std::int64_t block, bool at_random,
                 double target) {
-  const Layout cache = layout(order, {.tokens = 4096, .block = block, .layers = 1});
   constexpr std::int64_t kNew = 512;
-  std::vector<std::int64_t> slots = scattered(4096);
+  const std::int64_t tokens = at_random ? 4096 : kNew + 128;
+  const Layout cache = layout(order, {.tokens = tokens, .block = block, .layers = 1});
+  std::vector<std::int64_t> slots = scattered(tokens);
   slots.resize(kNew);
   if (!at_random) std::iota(slots.begin(), slots.end(), 64);
-  const std::size_t bytes = bytes_of(cache) / 8;
+  const std::size_t bytes = bytes_of(cache) / static_cast<std::size_t>(tokens) * kNew;
   return {std::move(name), kind, target, bytes_of(cache), bytes, 2 * bytes, kNew, [=](Spot spot, std::int64_t) {
             const TokenTensor key{spot.src, DType::kBF16, {kNew, 8, 128}, {1024, 128, 1}};
             TokenTensor value = key;
