@@ -40,7 +40,7 @@ TensorShape tensor_of(FuzzedDataProvider& in) {
     tensor.strides.resize(tensor.shape.size());
     std::int64_t stride = 1;
     for (auto i = sequence.rbegin(); i != sequence.rend(); ++i) {
-      if (in.ConsumeIntegralInRange(0, 7) == 7) stride *= 2;
+      if (in.ConsumeIntegralInRange(0, 7) == 7 && __builtin_mul_overflow(stride, 2, &stride)) stride = 1;
       tensor.strides[*i] = stride;
       if (__builtin_mul_overflow(stride, tensor.shape[*i], &stride)) stride = 1;
     }
@@ -64,12 +64,14 @@ Hints hints_of(FuzzedDataProvider& in) {
   return hints;
 }
 
-/// Bytes of a tensor from its first element to the end of its last.
-std::int64_t span_of(const TensorShape& tensor, std::int64_t item) {
-  std::int64_t last = 0;
-  std::int64_t dense = 1;
+__extension__ using Wide = __int128;
+
+/// Bytes of a tensor from its first element to the end of its last; a padded one may have more than int64 counts.
+Wide span_of(const TensorShape& tensor, std::int64_t item) {
+  Wide last = 0;
+  Wide dense = 1;
   for (std::size_t i = tensor.shape.size(); i > 0; --i) {
-    last += (tensor.shape[i - 1] - 1) * (tensor.strides.empty() ? dense : tensor.strides[i - 1]);
+    last += (tensor.shape[i - 1] - 1) * (tensor.strides.empty() ? dense : Wide{tensor.strides[i - 1]});
     dense *= tensor.shape[i - 1];
   }
   return (last + 1) * item;

@@ -97,11 +97,14 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     return 0;
   }
   require(reparse(printed.text(), geometry) == *layout, "a tree's text means the tree", printed.text());
+  for (const Plane& plane : layout->planes()) check_plane(*layout, plane);
   const std::string canonical = layout->str();
+  // The parser counts padding after a member's outermost term, which canonical text sorts by stride: up to twice the
+  // bytes, and 2^62 are the limit.
+  if (layout->num_bytes() > std::int64_t{1} << 61) return 0;
   const Layout again = reparse(canonical, geometry);
   require(again == *layout, "the canonical text means the layout", canonical);
   require(again.str() == canonical, "the canonical text is its own", canonical + "\n" + again.str());
-  for (const Plane& plane : layout->planes()) check_plane(*layout, plane);
   for (std::int64_t part = 0; part < layout->num_parts(); ++part) {
     try {
       require(layout->shape(part).size() == layout->strides(part).size(), "a stride for each dimension", canonical);
