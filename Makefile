@@ -12,6 +12,8 @@ VLLM_RELEASE ?= 0.32.0
 WERROR ?= OFF
 # How long `make fuzz` runs each target.
 FUZZ_SECONDS ?= 60
+# One compiler for the wheel and the release build, so that ccache compiles the library once.
+export CXX
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
 
 # Builds, lints, and runs the tests that need neither torch nor vLLM.
