@@ -43,6 +43,7 @@ def run_cpp(program: Path, wanted: str, min_time: float) -> dict[str, Any]:
     ]
     # The rooflines are always measured: the rest is read against them.
     command.append(f"--benchmark_filter=^roofline/|{wanted}" if wanted else "--benchmark_filter=.")
+    print("measuring the works beside the best copy ...", file=sys.stderr)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     read = json.loads(out.read_text())
     works, roofline = [], []
@@ -63,6 +64,7 @@ def run_peers(wanted: str, rounds: int) -> dict[str, Any]:
     out = BUILD / "peers.json"
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "peers"), "--json", str(out)]
     command += ["--rounds", str(rounds), "--filter", wanted]
+    print("measuring beside the peers ...", file=sys.stderr)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return json.loads(out.read_text())
 
@@ -105,9 +107,15 @@ def fallen(result: dict[str, Any], tolerance: float) -> list[str]:
     return out
 
 
+def text_of(result: dict[str, Any]) -> str:
+    """JSON with four digits, which is more than is repeatable."""
+    rounded = json.loads(json.dumps(result), parse_float=lambda number: float(f"{float(number):.4g}"))
+    return json.dumps(rounded, indent=1) + "\n"
+
+
 def record_page(result: dict[str, Any]) -> None:
     """Rewrites docs: the JSON, the chart, and what lies between each pair of markers of the page."""
-    RECORD.write_text(json.dumps(result, indent=1) + "\n")
+    RECORD.write_text(text_of(result))
     CHART.parent.mkdir(exist_ok=True)
     CHART.write_text(chart.draw(result))
     page = PAGE.read_text()
@@ -148,7 +156,7 @@ def main() -> int:
     if args.record:
         record_page(result)
     else:
-        (BUILD / "report.json").write_text(json.dumps(result, indent=1) + "\n")
+        (BUILD / "report.json").write_text(text_of(result))
         (BUILD / "report.svg").write_text(chart.draw(result))
     return 1 if args.strict and fell else 0
 
