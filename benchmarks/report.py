@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the benchmarks, C++ and Python, and says where kvstride stands.
 
-    python benchmarks/report.py [--filter REGEX] [--min-time 0.1] [--no-peers] [--record] [--strict]
+    python benchmarks/report.py [--filter REGEX] [--passes 3] [--min-time 0.05] [--no-peers] [--record] [--strict]
 
 Prints one table (work, threads, GB/s, the best copy's or the peer's GB/s, ratio, target, met or not), and what fell by
 more than the tolerance since docs/performance.json was recorded. Leaves report.json and report.svg in build/bench;
@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import chart
@@ -43,8 +44,7 @@ def run_cpp(program: Path, wanted: str, min_time: float) -> dict[str, Any]:
     ]
     # The rooflines are always measured: the rest is read against them.
     command.append(f"--benchmark_filter=^roofline/|{wanted}" if wanted else "--benchmark_filter=.")
-    print("measuring the works beside the best copy ...", file=sys.stderr)
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     read = json.loads(out.read_text())
     works, roofline = [], []
     for entry in read["benchmarks"]:
@@ -64,9 +64,36 @@ def run_peers(wanted: str, rounds: int) -> dict[str, Any]:
     out = BUILD / "peers.json"
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "peers"), "--json", str(out)]
     command += ["--rounds", str(rounds), "--filter", wanted]
-    print("measuring beside the peers ...", file=sys.stderr)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return json.loads(out.read_text())
+
+
+def combine(passes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The medians over passes of each record's numbers, and `spread`: how far apart its ratios were.
+
+    A machine that is shared has good and bad minutes; passes through everything meet both.
+    """
+    out = []
+    for same in zip(*passes, strict=True):
+        record = {f: median(r[f] for r in same) if isinstance(v, float) else v for f, v in same[0].items()}
+        if "ratio" in record and len(same) > 1:
+            ratios = [r["ratio"] for r in same]
+            record["spread"] = (max(ratios) - min(ratios)) / record["ratio"]
+        out.append(record)
+    return out
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All passes, in one result."""
+    passes = []
+    for turn in range(args.passes):
+        print(f"pass {turn + 1} of {args.passes}", file=sys.stderr)
+        one = run_cpp(args.bench, args.filter, args.min_time)
+        passes.append(one | ({"peers": [], "absent": []} if args.no_peers else run_peers(args.filter, args.rounds)))
+    merged = {part: combine([one[part] for one in passes]) for part in ("roofline", "works", "peers")}
+    given = f' BENCH_ARGS="{os.environ["BENCH_ARGS"]}"' if os.environ.get("BENCH_ARGS") else ""
+    about = {"date": datetime.date.today().isoformat(), "command": "make bench" + given, "passes": args.passes}
+    return about | passes[0] | merged
 
 
 def key_of(record: dict[str, Any]) -> tuple[Any, ...]:
@@ -131,9 +158,10 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--bench", type=Path, default=BUILD / "benchmarks" / "kvstride_bench")
-    parser.add_argument("--filter", default="", help="only works whose name matches (peers: contains) this")
-    parser.add_argument("--min-time", type=float, default=0.1, help="seconds of a work's own time")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds beside a peer")
+    parser.add_argument("--filter", default="", help="only works whose name (or peer) matches")
+    parser.add_argument("--passes", type=int, default=3, help="times that everything is measured; medians are taken")
+    parser.add_argument("--min-time", type=float, default=0.05, help="seconds of a work's own time in a pass")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds beside a peer in a pass")
     parser.add_argument("--no-peers", action="store_true", help="only the C++ benchmarks")
     parser.add_argument("--tolerance", type=float, default=0.15, help="by how much a ratio may fall")
     parser.add_argument("--record", action="store_true", help="write docs/performance.*")
@@ -142,12 +170,7 @@ def main() -> int:
     if args.record and (args.filter or args.no_peers):
         parser.error("--record needs every work")
     BUILD.mkdir(parents=True, exist_ok=True)
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "command": "make bench" + (f' BENCH_ARGS="{os.environ["BENCH_ARGS"]}"' if os.environ.get("BENCH_ARGS") else ""),
-    }
-    result |= run_cpp(args.bench, args.filter, args.min_time)
-    result |= {"peers": [], "absent": []} if args.no_peers else run_peers(args.filter, args.rounds)
+    result = measure(args)
     judge(result)
     print(tables.text(result))
     fell = fallen(result, args.tolerance)

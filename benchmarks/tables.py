@@ -73,6 +73,16 @@ def roofline(result: Record) -> list[str]:
     return out
 
 
+def spread(result: Record) -> list[str]:
+    """How far apart the passes were: what a difference between two ratios means."""
+    apart = {r["name"]: r["spread"] for r in result["works"] + result["peers"] if "spread" in r}
+    if not apart:
+        return []
+    worst = max(apart, key=lambda name: apart[name])
+    middle = f"in {result['passes']} passes a work's ratios lay {median(apart.values()):.0%} apart in the median"
+    return [f"{middle.capitalize()}, {apart[worst]:.0%} at most ({worst})."]
+
+
 def _plain(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     lines = [
@@ -93,7 +103,7 @@ def text(result: Record) -> str:
     parts = [_plain(HEAD, [_work(r) for r in result["works"]])]
     if result["peers"]:
         parts.append(_plain(PEER_HEAD, [_peer(r) for r in result["peers"]]))
-    parts += ["\n".join(roofline(result)), "\n".join(f"absent: {line}" for line in result["absent"])]
+    parts += ["\n".join(roofline(result) + spread(result)), "\n".join(f"absent: {line}" for line in result["absent"])]
     parts.append(f"{len(judged) - missed} targets met, {missed} missed")
     return "\n\n".join(part for part in parts if part)
 
@@ -104,7 +114,7 @@ def markdown(result: Record) -> dict[str, str]:
     how = f"`{result['command']}`, {result['date']}, {result['cpu']}, {result['cores']} cores.\n"
     absent = "".join(f"\nAbsent: {line}.\n" for line in result["absent"])
     return {
-        "machine": how + "".join(f"\n{line}\n" for line in roofline(result)),
+        "machine": how + "".join(f"\n{line}\n" for line in roofline(result) + spread(result)),
         "works": _markdown(HEAD, [_work(r) for r in asked]),
         "sweeps": _markdown(HEAD, [_work(r) for r in rest]),
         "peers": _markdown(PEER_HEAD, [_peer(r) for r in result["peers"]]) + absent,

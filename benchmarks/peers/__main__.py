@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvstride beside the peers that are installed: the same work and threads, alternating in one process, cold data.
 
-    python benchmarks/peers [--rounds 15] [--threads 1,2] [--filter TEXT] [--json FILE]
+    python benchmarks/peers [--rounds 15] [--threads 1,2] [--filter REGEX] [--json FILE]
 
 torch, vLLM and LMCache are left out where they are absent. `ratio` is the peer's time over ours. Before a pairing is
 timed, both sides must have left the same bytes.
@@ -13,6 +13,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def compare(rounds: int, threads: list[int], wanted: str) -> dict[str, Any]:
     for count in threads:
         set_threads(count)
         for pairing in found:
-            if wanted not in f"{pairing.name} {pairing.peer}" or (pairing.one_thread and count > 1):
+            if not re.search(wanted, f"{pairing.name} {pairing.peer}") or (pairing.one_thread and count > 1):
                 continue
             record = {"name": pairing.name, "peer": pairing.peer, "threads": count}
             record |= alternate(pairing, cold, rounds)
@@ -68,7 +69,7 @@ def compare(rounds: int, threads: list[int], wanted: str) -> dict[str, Any]:
             print(
                 "{name:32} {peer:32} {threads} {GBps:7.2f} {peer_GBps:7.2f} {ratio:6.2f}".format(**record), flush=True
             )
-    if wanted in small_call.NAME:
+    if re.search(wanted, small_call.NAME):
         set_threads(threads[0])
         record = {"name": small_call.NAME, "peer": "memcpy", "threads": threads[0]}
         record |= small_call.overhead(cold, 5 * rounds)
@@ -84,7 +85,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks/peers", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", default=f"1,{kv.num_threads()}", help="numbers of threads, comma separated")
-    parser.add_argument("--filter", default="", help="only works whose name or peer has this text")
+    parser.add_argument("--filter", default="", help="only works whose name or peer matches")
     parser.add_argument("--json", type=Path, help="write the records to this file")
     args = parser.parse_args()
     result = compare(args.rounds, sorted({int(n) for n in args.threads.split(",")}), args.filter)
