@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversion of elements over nested loops: dequantise q × scale, quantise x / scale.
+// Conversion of rows of elements: dequantise q × scale, quantise x / scale.
+#include "cpu/cast.h"
+
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
-#include "cpu/copy.h"
 #include "cpu/numbers.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -17,75 +19,29 @@ namespace HWY_NAMESPACE {
 namespace {
 
 namespace hn = hwy::HWY_NAMESPACE;
-using plan::Loop;
 
 using F = hn::ScalableTag<float>;
 using U = hn::Rebind<std::uint32_t, F>;
 using I = hn::Rebind<std::int32_t, F>;
 using Half = hn::Rebind<std::uint16_t, F>;
+using Float16 = hn::Rebind<hwy::float16_t, F>;
 using Byte = hn::Rebind<std::uint8_t, F>;
 using VF = hn::Vec<F>;
 using VU = hn::Vec<U>;
+using VHalf = hn::Vec<Half>;
 
 const F f;
 const U u;
 const I s;
+const Half half;
 
 template <class T>
 const T* as(const std::byte* p) {
   return reinterpret_cast<const T*>(p);
 }
 
-/// decode() of numbers.h, a vector at a time.
-VF decode_vector(const Format& format, VU bits) {
-  const VU sign_bit = hn::Set(u, 1U << (format.bits - 1));
-  const VU magnitude = hn::AndNot(sign_bit, bits);
-  const VU low = hn::And(magnitude, hn::Set(u, (1U << format.mantissa) - 1));
-  const VU high = hn::ShiftRightSame(magnitude, format.mantissa);
-  const auto subnormal = hn::Eq(high, hn::Zero(u));
-  const VF tiny =
-      hn::Mul(hn::ConvertTo(f, hn::BitCast(s, low)), hn::Set(f, power_of_two(format.min_exponent - format.mantissa)));
-  const VU exponent = hn::Add(high, hn::Set(u, static_cast<std::uint32_t>(format.min_exponent - 1 + 127)));
-  const VU normal = hn::Or(hn::ShiftLeft<23>(exponent), hn::ShiftLeftSame(low, 23 - format.mantissa));
-  VU out = hn::IfThenElse(subnormal, hn::BitCast(u, tiny), normal);
-  const VU nan = hn::Set(u, 0x7FC00000U);
-  const VU sign = hn::ShiftLeftSame(hn::And(bits, sign_bit), 32 - format.bits);
-  if (format.fnuz) {
-    out = hn::Or(out, sign);
-    return hn::BitCast(f, hn::IfThenElse(hn::Eq(bits, hn::Set(u, format.nan)), nan, out));
-  }
-  const std::uint32_t first_nan = format.infinity != 0 ? format.infinity + 1 : format.nan;
-  if (format.infinity != 0) {
-    out = hn::IfThenElse(hn::Eq(magnitude, hn::Set(u, format.infinity)), hn::Set(u, 0x7F800000U), out);
-  }
-  out = hn::IfThenElse(hn::Gt(magnitude, hn::Set(u, first_nan - 1)), nan, out);
-  return hn::BitCast(f, hn::Or(out, sign));
-}
-
-/// encode() of numbers.h, a vector at a time.
-VU encode_vector(const Format& format, VF value) {
-  const VU bits = hn::BitCast(u, value);
-  const VU sign_mask = hn::Set(u, 0x80000000U);
-  // Beyond twice the largest everything is infinite, or saturates.
-  const float top = format.saturate ? format.max : 2 * format.max;
-  const VU raw = hn::AndNot(sign_mask, bits);
-  const auto is_nan = hn::Gt(raw, hn::Set(u, 0x7F800000U));
-  const VF magnitude = hn::Min(hn::BitCast(f, raw), hn::Set(f, top));
-  const auto exponent = hn::Max(hn::Sub(hn::BitCast(s, hn::ShiftRight<23>(hn::BitCast(u, magnitude))), hn::Set(s, 127)),
-                                hn::Set(s, format.min_exponent));
-  const auto scale = hn::ShiftLeft<23>(hn::Sub(hn::Set(s, format.mantissa + 127), exponent));
-  const VF magic = hn::Set(f, 8388608.0F);  // rounds to an integer, ties to even
-  const VF digits = hn::Sub(hn::Add(hn::Mul(magnitude, hn::BitCast(f, scale)), magic), magic);
-  const auto steps = hn::Sub(exponent, hn::Set(s, format.min_exponent));
-  VU out = hn::BitCast(u, hn::Add(hn::ShiftLeftSame(steps, format.mantissa), hn::ConvertTo(s, digits)));
-  if (!format.saturate) out = hn::Min(out, hn::Set(u, format.infinity));
-  VU sign = hn::ShiftRightSame(hn::And(bits, sign_mask), 32 - format.bits);
-  if (format.fnuz) {
-    sign = hn::IfThenZeroElse(hn::Eq(out, hn::Zero(u)), sign);
-    return hn::IfThenElse(is_nan, hn::Set(u, format.nan), hn::Or(out, sign));
-  }
-  return hn::Or(hn::IfThenElse(is_nan, hn::Set(u, format.nan), out), sign);
-}
+constexpr std::uint32_t kSign = 0x80000000U;
+constexpr std::uint32_t kInfinity = 0x7F800000U;
 
 template <DType kType>
 constexpr Format format_of() {
@@ -98,112 +54,224 @@ constexpr Format format_of() {
   }
 }
 
-template <DType kType>
-VF load(const std::byte* from) {
-  if constexpr (kType == DType::kF32) {
-    return hn::LoadU(f, as<float>(from));
-  } else if constexpr (kType == DType::kBF16) {
-    return hn::BitCast(f, hn::ShiftLeft<16>(hn::PromoteTo(u, hn::LoadU(Half(), as<std::uint16_t>(from)))));
-  } else if constexpr (kType == DType::kF16) {
-    return decode_vector(kF16, hn::PromoteTo(u, hn::LoadU(Half(), as<std::uint16_t>(from))));
-  } else {
-    return decode_vector(format_of<kType>(), hn::PromoteTo(u, hn::LoadU(Byte(), as<std::uint8_t>(from))));
-  }
-}
-
-template <DType kType>
-void store(std::byte* to, VF value) {
-  if constexpr (kType == DType::kF32) {
-    hn::StoreU(value, f, reinterpret_cast<float*>(to));
-  } else if constexpr (kType == DType::kBF16) {
-    const VU bits = hn::BitCast(u, value);
-    const auto is_nan = hn::Gt(hn::AndNot(hn::Set(u, 0x80000000U), bits), hn::Set(u, 0x7F800000U));
-    const VU odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(u, 1));
-    const VU rounded = hn::ShiftRight<16>(hn::Add(hn::Add(bits, hn::Set(u, 0x7FFF)), odd));
-    const VU quiet = hn::Or(hn::ShiftRight<16>(bits), hn::Set(u, 0x40));
-    const VU out = hn::IfThenElse(is_nan, quiet, rounded);
-    hn::StoreU(hn::DemoteTo(Half(), hn::BitCast(s, out)), Half(), reinterpret_cast<std::uint16_t*>(to));
-  } else if constexpr (kType == DType::kF16) {
-    hn::StoreU(hn::DemoteTo(Half(), hn::BitCast(s, encode_vector(kF16, value))), Half(),
-               reinterpret_cast<std::uint16_t*>(to));
-  } else {
-    hn::StoreU(hn::DemoteTo(Byte(), hn::BitCast(s, encode_vector(format_of<kType>(), value))), Byte(),
-               reinterpret_cast<std::uint8_t*>(to));
-  }
-}
-
 constexpr bool is_f8(DType dtype) {
   return dtype == DType::kF8E4M3 || dtype == DType::kF8E5M2 || dtype == DType::kF8E4M3Fnuz ||
          dtype == DType::kF8E5M2Fnuz;
 }
 
-/// Between two f8 types the scale is the same on both sides.
-template <DType kSrc, DType kDst>
-VF scaled(VF value, VF scale) {
-  if constexpr (is_f8(kSrc) && !is_f8(kDst)) return hn::Mul(value, scale);
-  if constexpr (!is_f8(kSrc) && is_f8(kDst)) return hn::Div(value, scale);
-  return value;
+constexpr std::size_t item_of(DType dtype) { return dtype == DType::kF32 ? 4 : is_f8(dtype) ? 1 : 2; }
+
+/// decode() of numbers.h, a vector at a time.
+template <DType kType>
+HWY_INLINE VF decode_vector(VU bits) {
+  constexpr Format kFormat = format_of<kType>();
+  const VU sign_bit = hn::Set(u, 1U << (kFormat.bits - 1));
+  const VU magnitude = hn::AndNot(sign_bit, bits);
+  const VU low = hn::And(magnitude, hn::Set(u, (1U << kFormat.mantissa) - 1));
+  const VU high = hn::ShiftRight<kFormat.mantissa>(magnitude);
+  const auto subnormal = hn::Eq(high, hn::Zero(u));
+  const VF tiny =
+      hn::Mul(hn::ConvertTo(f, hn::BitCast(s, low)), hn::Set(f, power_of_two(kFormat.min_exponent - kFormat.mantissa)));
+  const VU exponent = hn::Add(high, hn::Set(u, static_cast<std::uint32_t>(kFormat.min_exponent - 1 + 127)));
+  const VU normal = hn::Or(hn::ShiftLeft<23>(exponent), hn::ShiftLeft<23 - kFormat.mantissa>(low));
+  VU out = hn::IfThenElse(subnormal, hn::BitCast(u, tiny), normal);
+  const VU nan = hn::Set(u, 0x7FC00000U);
+  const VU sign = hn::ShiftLeft<32 - kFormat.bits>(hn::And(bits, sign_bit));
+  if constexpr (kFormat.fnuz) {
+    out = hn::Or(out, sign);
+    return hn::BitCast(f, hn::IfThenElse(hn::Eq(bits, hn::Set(u, kFormat.nan)), nan, out));
+  }
+  constexpr std::uint32_t kFirstNan = kFormat.infinity != 0 ? kFormat.infinity + 1 : kFormat.nan;
+  if constexpr (kFormat.infinity != 0) {
+    out = hn::IfThenElse(hn::Eq(magnitude, hn::Set(u, kFormat.infinity)), hn::Set(u, kInfinity), out);
+  }
+  out = hn::IfThenElse(hn::Gt(magnitude, hn::Set(u, kFirstNan - 1)), nan, out);
+  return hn::BitCast(f, hn::Or(out, sign));
 }
 
+/// f8_e4m3 and f8_e5m2 by way of f16, whose fields theirs fit: an e4m3 moved into place is its value times 2^-8.
+template <DType kType>
+HWY_INLINE VF decode_f8(const std::byte* from) {
+  const VHalf bits = hn::PromoteTo(half, hn::LoadU(Byte(), as<std::uint8_t>(from)));
+  if constexpr (kType == DType::kF8E4M3) {
+    const VHalf magnitude = hn::ShiftLeft<7>(hn::And(bits, hn::Set(half, 0x7F)));
+    const VHalf sign = hn::ShiftLeft<8>(hn::And(bits, hn::Set(half, 0x80)));
+    const auto nan = hn::Eq(magnitude, hn::Set(half, 0x3F80));
+    const VHalf moved = hn::Or(hn::IfThenElse(nan, hn::Set(half, 0x7E00), magnitude), sign);
+    return hn::Mul(hn::PromoteTo(f, hn::BitCast(Float16(), moved)), hn::Set(f, 256.0F));
+  } else {
+    const VHalf moved = hn::ShiftLeft<8>(bits);
+    const auto nan = hn::Gt(hn::And(moved, hn::Set(half, 0x7FFF)), hn::Set(half, 0x7C00));
+    const VHalf quiet = hn::Or(hn::And(moved, hn::Set(half, 0x8000)), hn::Set(half, 0x7E00));
+    return hn::PromoteTo(f, hn::BitCast(Float16(), hn::IfThenElse(nan, quiet, moved)));
+  }
+}
+
+template <DType kType>
+HWY_INLINE VF load(const std::byte* from) {
+  if constexpr (kType == DType::kF32) {
+    return hn::LoadU(f, as<float>(from));
+  } else if constexpr (kType == DType::kBF16) {
+    return hn::BitCast(f, hn::ShiftLeft<16>(hn::PromoteTo(u, hn::LoadU(half, as<std::uint16_t>(from)))));
+  } else if constexpr (kType == DType::kF16) {
+    return decode_vector<kType>(hn::PromoteTo(u, hn::LoadU(half, as<std::uint16_t>(from))));
+  } else if constexpr (kType == DType::kF8E4M3 || kType == DType::kF8E5M2) {
+    return decode_f8<kType>(from);
+  } else {
+    return decode_vector<kType>(hn::PromoteTo(u, hn::LoadU(Byte(), as<std::uint8_t>(from))));
+  }
+}
+
+/// encode() of numbers.h, a vector at a time. The sign and NaN come from `original`, the rest from `value`, which has
+/// any sign.
+template <DType kType>
+HWY_INLINE VU encode_vector(VF value, VU original) {
+  constexpr Format kFormat = format_of<kType>();
+  constexpr int kShift = 23 - kFormat.mantissa;
+  const VU no_sign = hn::Set(u, ~kSign);
+  const auto is_nan = hn::Gt(hn::And(original, no_sign), hn::Set(u, kInfinity));
+  // Beyond twice the largest everything is infinite, or saturates.
+  constexpr float kTop = kFormat.saturate ? kFormat.max : 2 * kFormat.max;
+  const VU bits = hn::Min(hn::And(hn::BitCast(u, value), no_sign), hn::BitCast(u, hn::Set(f, kTop)));
+  const VU odd = hn::And(hn::ShiftRight<kShift>(bits), hn::Set(u, 1));
+  // The exponent's bias goes with the half that rounds.
+  constexpr std::uint32_t kBias = static_cast<std::uint32_t>(127 + kFormat.min_exponent - 1) << 23;
+  const VU half_step = hn::Set(u, (1U << (kShift - 1)) - 1 - kBias);
+  const VU normal = hn::ShiftRight<kShift>(hn::Add(hn::Add(bits, odd), half_step));
+  // Adding a power of two whose last place is the smallest subnormal rounds to a whole number of them.
+  const VF magic = hn::Set(f, power_of_two(23 + kFormat.min_exponent - kFormat.mantissa));
+  const VU steps = hn::Sub(hn::BitCast(u, hn::Add(hn::BitCast(f, bits), magic)), hn::BitCast(u, magic));
+  const auto small = hn::Lt(hn::BitCast(f, bits), hn::Set(f, power_of_two(kFormat.min_exponent)));
+  VU out = hn::IfThenElse(hn::RebindMask(u, small), steps, normal);
+  if constexpr (!kFormat.saturate) out = hn::Min(out, hn::Set(u, kFormat.infinity));
+  const VU sign_bit = hn::Set(u, 1U << (kFormat.bits - 1));
+  const VU sign = hn::ShiftRight<32 - kFormat.bits>(original);
+  if constexpr (kFormat.fnuz) {
+    const VU with_sign = hn::IfThenZeroElse(hn::Eq(out, hn::Zero(u)), hn::OrAnd(out, sign, sign_bit));
+    return hn::IfThenElse(is_nan, hn::Set(u, kFormat.nan), with_sign);
+  }
+  return hn::OrAnd(hn::IfThenElse(is_nan, hn::Set(u, kFormat.nan), out), sign, sign_bit);
+}
+
+template <DType kType>
+HWY_INLINE void store_code(std::byte* to, VU code) {
+  if constexpr (kType == DType::kF16) {
+    hn::StoreU(hn::TruncateTo(half, code), half, reinterpret_cast<std::uint16_t*>(to));
+  } else {
+    hn::StoreU(hn::TruncateTo(Byte(), code), Byte(), reinterpret_cast<std::uint8_t*>(to));
+  }
+}
+
+/// `kCanonical`: a NaN has no payload that rounding could carry into the exponent.
+template <DType kType, bool kCanonical>
+HWY_INLINE void store(std::byte* to, VF value) {
+  const VU bits = hn::BitCast(u, value);
+  if constexpr (kType == DType::kF32) {
+    hn::StoreU(value, f, reinterpret_cast<float*>(to));
+  } else if constexpr (kType == DType::kBF16) {
+    const VU odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(u, 1));
+    VU out = hn::ShiftRight<16>(hn::Add(hn::Add(bits, hn::Set(u, 0x7FFF)), odd));
+    if constexpr (!kCanonical) {
+      const auto is_nan = hn::Gt(hn::AndNot(hn::Set(u, kSign), bits), hn::Set(u, kInfinity));
+      out = hn::IfThenElse(is_nan, hn::Or(hn::ShiftRight<16>(bits), hn::Set(u, 0x40)), out);
+    }
+    hn::StoreU(hn::TruncateTo(half, out), half, reinterpret_cast<std::uint16_t*>(to));
+  } else {
+    store_code<kType>(to, encode_vector<kType>(value, bits));
+  }
+}
+
+enum class Scaling { kNone, kTimes, kDivide };
+
+/// Codes of a 2- or 1-byte format.
+template <DType kDst, Scaling kScaling>
+HWY_INLINE VU code_of(VF value, VF scale) {
+  if constexpr (kScaling == Scaling::kDivide) {
+    return encode_vector<kDst>(hn::Div(value, scale), hn::BitCast(u, value));
+  }
+  return encode_vector<kDst>(value, hn::BitCast(u, value));
+}
+
+template <DType kSrc, DType kDst, Scaling kScaling>
+HWY_INLINE void convert(std::byte* dst, const std::byte* src, VF scale) {
+  const VF value = load<kSrc>(src);
+  if constexpr (kScaling == Scaling::kNone) {
+    store<kDst, is_f8(kSrc)>(dst, value);
+  } else if constexpr (kScaling == Scaling::kTimes) {
+    store<kDst, is_f8(kSrc)>(dst, hn::Mul(value, scale));
+  } else {
+    store_code<kDst>(dst, code_of<kDst, kScaling>(value, scale));
+  }
+}
+
+/// Two vectors of bf16 to f8: a word holds two elements, each of them in place as an f32 but for its neighbour.
+template <DType kDst, Scaling kScaling>
+HWY_INLINE void convert_pairs(std::byte* dst, const std::byte* src, VF scale) {
+  const VU both = hn::LoadU(u, as<std::uint32_t>(src));
+  const VU first = code_of<kDst, kScaling>(hn::BitCast(f, hn::ShiftLeft<16>(both)), scale);
+  const VU second = code_of<kDst, kScaling>(hn::BitCast(f, hn::And(both, hn::Set(u, 0xFFFF0000U))), scale);
+  const VU codes = hn::Or(first, hn::ShiftLeft<8>(second));
+  hn::StoreU(hn::TruncateTo(half, codes), half, reinterpret_cast<std::uint16_t*>(dst));
+}
+
+template <DType kSrc, DType kDst, Scaling kScaling>
+void row_of(std::byte* dst, const std::byte* src, std::int64_t count, float scale_value) {
+  constexpr std::size_t kSrcItem = item_of(kSrc);
+  constexpr std::size_t kDstItem = item_of(kDst);
+  const VF scale = hn::Set(f, scale_value);
+  const std::size_t lanes = hn::Lanes(f);
+  const auto n = static_cast<std::size_t>(count);
+  std::size_t i = 0;
+  if constexpr (kSrc == DType::kBF16 && is_f8(kDst) && std::endian::native == std::endian::little) {
+    for (; i + 2 * lanes <= n; i += 2 * lanes) convert_pairs<kDst, kScaling>(dst + i, src + 2 * i, scale);
+  }
+  for (; i + lanes <= n; i += lanes) {
+    convert<kSrc, kDst, kScaling>(dst + i * kDstItem, src + i * kSrcItem, scale);
+  }
+  if (i == n) return;
+  alignas(64) std::byte from[HWY_MAX_BYTES] = {};
+  alignas(64) std::byte to[HWY_MAX_BYTES];
+  const std::size_t left = std::min(n - i, lanes);
+  std::memcpy(from, src + i * kSrcItem, left * kSrcItem);
+  convert<kSrc, kDst, kScaling>(to, from, scale);
+  std::memcpy(dst + i * kDstItem, to, left * kDstItem);
+}
+
+/// Between two f8 types the scale is the same on both sides.
 template <DType kSrc, DType kDst>
-struct Row {
-  static constexpr std::size_t kSrcItem = kSrc == DType::kF32 ? 4 : is_f8(kSrc) ? 1 : 2;
-  static constexpr std::size_t kDstItem = kDst == DType::kF32 ? 4 : is_f8(kDst) ? 1 : 2;
-
-  /// `count` elements side by side.
-  static void run(std::byte* dst, const std::byte* src, std::int64_t count, float scale_value) {
-    const VF scale = hn::Set(f, scale_value);
-    const auto lanes = static_cast<std::int64_t>(hn::Lanes(f));
-    std::int64_t i = 0;
-    for (; i + lanes <= count; i += lanes) {
-      const auto at = static_cast<std::size_t>(i);
-      store<kDst>(dst + at * kDstItem, scaled<kSrc, kDst>(load<kSrc>(src + at * kSrcItem), scale));
-    }
-    if (i == count) return;
-    alignas(64) std::byte from[HWY_MAX_BYTES] = {};
-    alignas(64) std::byte to[HWY_MAX_BYTES];
-    const auto at = static_cast<std::size_t>(i);
-    const std::size_t left = std::min(static_cast<std::size_t>(count - i), hn::Lanes(f));
-    std::memcpy(from, src + at * kSrcItem, left * kSrcItem);
-    store<kDst>(to, scaled<kSrc, kDst>(load<kSrc>(from), scale));
-    std::memcpy(dst + at * kDstItem, to, left * kDstItem);
+void row(std::byte* dst, const std::byte* src, std::int64_t count, float scale) {
+  if constexpr (is_f8(kSrc) && !is_f8(kDst)) {
+    if (scale != 1.0F) return row_of<kSrc, kDst, Scaling::kTimes>(dst, src, count, scale);
+  } else if constexpr (!is_f8(kSrc) && is_f8(kDst)) {
+    if (scale != 1.0F) return row_of<kSrc, kDst, Scaling::kDivide>(dst, src, count, scale);
   }
-
-  static void loops(std::byte* dst, const std::byte* src, const Loop* loop, std::size_t num_loops, float scale) {
-    constexpr auto src_item = static_cast<std::int64_t>(kSrcItem);
-    constexpr auto dst_item = static_cast<std::int64_t>(kDstItem);
-    if (num_loops == 0) return run(dst, src, 1, scale);
-    if (num_loops == 1 && loop->src == src_item && loop->dst == dst_item) return run(dst, src, loop->extent, scale);
-    for (std::int64_t i = 0; i < loop->extent; ++i) {
-      loops(dst + i * loop->dst, src + i * loop->src, loop + 1, num_loops - 1, scale);
-    }
-  }
-};
+  row_of<kSrc, kDst, Scaling::kNone>(dst, src, count, scale);
+}
 
 template <DType kSrc>
-void to(std::byte* dst, const std::byte* src, const Loop* loops, std::size_t num_loops, const plan::Cast& how) {
-  switch (how.dst) {
-    case DType::kF32: return Row<kSrc, DType::kF32>::loops(dst, src, loops, num_loops, how.scale);
-    case DType::kF16: return Row<kSrc, DType::kF16>::loops(dst, src, loops, num_loops, how.scale);
-    case DType::kBF16: return Row<kSrc, DType::kBF16>::loops(dst, src, loops, num_loops, how.scale);
-    case DType::kF8E5M2: return Row<kSrc, DType::kF8E5M2>::loops(dst, src, loops, num_loops, how.scale);
-    case DType::kF8E4M3Fnuz: return Row<kSrc, DType::kF8E4M3Fnuz>::loops(dst, src, loops, num_loops, how.scale);
-    case DType::kF8E5M2Fnuz: return Row<kSrc, DType::kF8E5M2Fnuz>::loops(dst, src, loops, num_loops, how.scale);
-    default: return Row<kSrc, DType::kF8E4M3>::loops(dst, src, loops, num_loops, how.scale);
+CastRow to(DType dst) {
+  switch (dst) {
+    case DType::kF32: return row<kSrc, DType::kF32>;
+    case DType::kF16: return row<kSrc, DType::kF16>;
+    case DType::kBF16: return row<kSrc, DType::kBF16>;
+    case DType::kF8E5M2: return row<kSrc, DType::kF8E5M2>;
+    case DType::kF8E4M3Fnuz: return row<kSrc, DType::kF8E4M3Fnuz>;
+    case DType::kF8E5M2Fnuz: return row<kSrc, DType::kF8E5M2Fnuz>;
+    default: return row<kSrc, DType::kF8E4M3>;
   }
 }
 
 }  // namespace
 
-void CastLoops(std::byte* dst, const std::byte* src, const Loop* loops, std::size_t num_loops, const plan::Cast& how) {
-  switch (how.src) {
-    case DType::kF32: return to<DType::kF32>(dst, src, loops, num_loops, how);
-    case DType::kF16: return to<DType::kF16>(dst, src, loops, num_loops, how);
-    case DType::kBF16: return to<DType::kBF16>(dst, src, loops, num_loops, how);
-    case DType::kF8E5M2: return to<DType::kF8E5M2>(dst, src, loops, num_loops, how);
-    case DType::kF8E4M3Fnuz: return to<DType::kF8E4M3Fnuz>(dst, src, loops, num_loops, how);
-    case DType::kF8E5M2Fnuz: return to<DType::kF8E5M2Fnuz>(dst, src, loops, num_loops, how);
-    default: return to<DType::kF8E4M3>(dst, src, loops, num_loops, how);
+CastRow RowFor(DType src, DType dst) {
+  switch (src) {
+    case DType::kF32: return to<DType::kF32>(dst);
+    case DType::kF16: return to<DType::kF16>(dst);
+    case DType::kBF16: return to<DType::kBF16>(dst);
+    case DType::kF8E5M2: return to<DType::kF8E5M2>(dst);
+    case DType::kF8E4M3Fnuz: return to<DType::kF8E4M3Fnuz>(dst);
+    case DType::kF8E5M2Fnuz: return to<DType::kF8E5M2Fnuz>(dst);
+    default: return to<DType::kF8E4M3>(dst);
   }
 }
 
@@ -214,11 +282,9 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace kvstride::cpu {
 
-HWY_EXPORT(CastLoops);
+HWY_EXPORT(RowFor);
 
-void cast(std::byte* dst, const std::byte* src, const plan::Loop* loops, std::size_t num_loops, const plan::Cast& how) {
-  HWY_DYNAMIC_DISPATCH(CastLoops)(dst, src, loops, num_loops, how);
-}
+CastRow cast_row(DType src, DType dst) { return HWY_DYNAMIC_DISPATCH(RowFor)(src, dst); }
 
 }  // namespace kvstride::cpu
 #endif

@@ -30,7 +30,7 @@ inline constexpr Format kE4M3Fnuz{3, -7, 240.0F, true, true, 0x80, 0, 8};
 inline constexpr Format kE5M2Fnuz{2, -15, 57344.0F, true, true, 0x80, 0, 8};
 
 /// 2^exponent, exact for the exponents used here.
-inline float power_of_two(int exponent) {
+constexpr float power_of_two(int exponent) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(exponent + 127) << 23);
 }
 

@@ -585,7 +585,7 @@ void Program::run_part(std::int64_t begin, std::int64_t end, bool stream) const 
                     auto* to = reinterpret_cast<std::byte*>(dst.byte);
                     if (strand.cast.active && num == 0) {
                       if (part.of(start, 1, run).second > part.of(start, 1, run).first)
-                        cpu::cast(to, from, loops, num, strand.cast);
+                        cpu::cast(to, from, loops, num, strand.cast, stream);
                       return;
                     }
                     if (num == 0) {
@@ -609,7 +609,7 @@ void Program::run_part(std::int64_t begin, std::int64_t end, bool stream) const 
                     from += first * loops[0].src;
                     to += first * loops[0].dst;
                     if (strand.cast.active) {
-                      cpu::cast(to, from, copy, num, strand.cast);
+                      cpu::cast(to, from, copy, num, strand.cast, stream);
                     } else {
                       cpu::copy(to, from, copy, num, run, stream);
                     }
