@@ -5,13 +5,15 @@ Describe a layout (`Layout`), name or detect one (`layout`, `detect`, `registry`
 keys and values through zero-copy views, and copy, swap and convert blocks between any two layouts.
 """
 
-from ._core import Entry, Geometry, Layout, Reading, layout, num_threads, registry, set_num_threads, version
+from . import _pickle as _pickle
+from ._core import Entry, Geometry, Layout, Reading, layout, num_threads, registry, version
 from .blocks import (
     convert_blocks,
     copy_blocks,
     expand_block_ids,
     gather_tokens,
     scatter_tokens,
+    set_num_threads,
     swap_blocks,
     write_tokens,
     zero_blocks,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from . import _core
-from ._args import to_int, to_layers, to_optional_int, to_scale, to_scales, to_span
+from ._args import to_int, to_layers, to_optional_int, to_scale, to_scales, to_size, to_span
 from ._ids import to_pairs, to_vector
 from ._tensor import TensorInfo, empty_like, inspect
 from .cache import Cache
@@ -143,6 +143,14 @@ def expand_block_ids(ids: Any, ratio: int | float) -> np.ndarray:
     return np.asarray(_core.expand_block_ids(to_vector(ids, "expand_block_ids: ids"), number), dtype=np.int64)
 
 
+def set_num_threads(threads: int) -> None:
+    """Threads that large calls started later are split over.
+
+    0 goes back to the default: KVSTRIDE_NUM_THREADS, or the process's cores.
+    """
+    _core.set_num_threads(to_size(threads, "set_num_threads: threads"))
+
+
 def gather_tokens(cache: Cache, slots: Any, *, out: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Tokens by slot (block × block_size + token) as dense tensors `[layer, token, head, dim]`, one a plane.
 
@@ -151,11 +159,11 @@ def gather_tokens(cache: Cache, slots: Any, *, out: Mapping[str, Any] | None = N
     core = core_of(cache, "gather_tokens: cache")
     ids = to_vector(slots, "gather_tokens: slots")
     layout = _core.dense_layout(cache.layout, len(ids))
-    planes = dict(out) if out is not None else _new_planes(cache, layout, len(ids))
+    planes = out if out is not None else _new_planes(cache, layout, len(ids))
     dense = _dense(layout, planes, len(ids), "gather_tokens: out")
     if dense is not None:
         _core.gather_tokens(core, ids, dense)
-    return planes
+    return dict(planes)
 
 
 def scatter_tokens(cache: Cache, slots: Any, planes: Mapping[str, Any]) -> None:
@@ -183,7 +191,7 @@ def _dense(layout: _core.Layout, planes: Mapping[str, Any], num_tokens: int, wha
     if not isinstance(planes, Mapping):
         raise ArgumentError(f"{what}: {type(planes).__name__}, expected a mapping from plane to tensor")
     if set(planes) != set(layout.planes):
-        raise ArgumentError(f"{what}: planes {sorted(planes)}, the cache has {sorted(layout.planes)}")
+        raise ArgumentError(f"{what}: planes {sorted(planes, key=str)}, the cache has {sorted(layout.planes)}")
     if num_tokens == 0:
         return None
     addresses = []

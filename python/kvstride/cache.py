@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from . import _core
 from ._core import Geometry, Layout
@@ -82,6 +82,9 @@ class Cache:
         self.core()
         dtype, tensor, offset, shape, strides = _core.plane_view(self._layout, name, layer, allow_split)
         return view(self.tensors[tensor], offset, dtype, shape, strides)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("Cache: it is memory of this process and cannot be pickled or copied; pickle its layout")
 
     def __repr__(self) -> str:
         return f"Cache('{self._layout}', {len(self.tensors)} tensor(s))"

@@ -3,6 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ._core import Reading
+
 
 class Error(Exception):
     """Base of all exceptions of kvstride. The message is one line: the verb, the argument, the value, the limit."""
@@ -15,7 +21,14 @@ class LayoutError(Error, ValueError):
 
 
 class AmbiguousLayout(LayoutError):
-    """Several readings fit and differ. The message has the shape, the strides and an element of each reading."""
+    """Several readings fit and differ. The message has the shape, the strides and an element of each reading.
+
+    `readings` are those of `detect`; empty where only sizes are open, which a geometry settles.
+    """
+
+    def __init__(self, *args: object, readings: Sequence[Reading] = ()) -> None:
+        super().__init__(*args)
+        self.readings = list(readings)
 
 
 class UnknownLayout(LayoutError, RuntimeError):

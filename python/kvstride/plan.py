@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from . import _core
 from ._args import to_layers, to_scales, to_span
@@ -80,6 +80,9 @@ class Plan:
         """Move the bytes. Raises ArgumentError for a plan of layouts and where read and written bytes meet."""
         self._check_alive()
         self._core.run()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("Plan: it cannot be pickled or copied; pickle the layouts and build it again")
 
     def _check_alive(self) -> None:
         for end in self._keep:

@@ -1096,3 +1096,47 @@ def test_plans() -> None:
     # One cache on both sides, checked when it runs.
     one = kv.Plan(source.cache(), source.cache()).bind([(0, 1), (1, 2)])
     refused(kv.ArgumentError, one.run, ("share memory",), source)
+
+
+# --- Calls that no signature has: one line, not nanobind's many.
+
+LAYOUT = kv.Layout("B KV N H D", geometry())
+CALLS: list[tuple[str, Callable[[], Any], type[kv.Error], tuple[str, ...]]] = [
+    ("sizes by place", lambda: kv.Geometry(5, 4, 3, 8), kv.ArgumentError, ("by name",)),
+    ("a symbol", lambda: kv.Geometry(**SIZES, **{"\ud800": 1}), kv.ArgumentError, ("UTF-8",)),
+    ("no geometry", lambda: kv.Layout("B N H D"), kv.ArgumentError, ("Layout: geometry", "Geometry")),
+    ("a size", lambda: kv.Layout("B N H D", 3), kv.ArgumentError, ("Layout: geometry is int", "Geometry")),
+    ("a layout", lambda: kv.Layout(LAYOUT), kv.ArgumentError, ("Layout: order is Layout", "B KV N H D")),
+    ("bytes", lambda: kv.Layout(b"B N H D", geometry()), kv.ArgumentError, ("Layout: order is bytes",)),
+    ("a surrogate", lambda: kv.Layout("\ud800", geometry()), kv.ArgumentError, ("Layout: order", "UTF-8")),
+    ("sizes", lambda: kv.Layout("B N H D", num_blocks=3), kv.ArgumentError, ("Layout(order, geometry)", "num_blocks")),
+    ("too many", lambda: kv.Layout("B N H D", geometry(), 1), kv.ArgumentError, ("Layout(order, geometry)", "1 more")),
+    ("layout: no geometry", lambda: kv.layout("B N H D"), kv.ArgumentError, ("layout: geometry", "Geometry")),
+    ("layout: a mapping", lambda: kv.layout("B N H D", SIZES), kv.ArgumentError, ("layout: geometry is dict",)),
+    ("layout: a name", lambda: kv.layout(3, geometry()), kv.ArgumentError, ("layout: name_or_order is int",)),
+    ("layout: sizes", lambda: kv.layout("B N H D", **SIZES), kv.ArgumentError, ("layout(", "num_blocks")),
+    ("offset()", lambda: LAYOUT.offset(), kv.ArgumentError, ("offset: plane", "name")),
+    ("offset(3)", lambda: LAYOUT.offset(3), kv.ArgumentError, ("offset: plane is int", "name")),
+    ("offset, no such plane", lambda: LAYOUT.offset("rope"), kv.LayoutError, ("rope", "key")),
+    ("offset, None", lambda: LAYOUT.offset("key", None), kv.DTypeError, ("offset: layer is None",)),
+    ("extents", lambda: LAYOUT.extents(3), kv.ArgumentError, ("extents: plane is int",)),
+    ("modes", lambda: LAYOUT.modes(), kv.ArgumentError, ("modes: plane",)),
+    ("part", lambda: LAYOUT.part(None), kv.ArgumentError, ("part: plane",)),
+    ("has_head", lambda: LAYOUT.has_head(3), kv.ArgumentError, ("has_head: plane is int",)),
+    ("with_layers('2')", lambda: LAYOUT.with_layers("2"), kv.DTypeError, ("num_layers is '2'",)),
+    ("with_layers(2^70)", lambda: LAYOUT.with_layers(2**70), kv.LayoutError, (str(2**70), "2^48")),
+    ("with_layers(0)", lambda: LAYOUT.with_layers(0), kv.LayoutError, ("num_layers", "0")),
+    ("part_bytes('0')", lambda: LAYOUT.part_bytes("0"), kv.DTypeError, ("part is '0'",)),
+    ("part_bytes(2^70)", lambda: LAYOUT.part_bytes(2**70), kv.BlockIndexError, (str(2**70),)),
+    ("threads '2'", lambda: kv.set_num_threads("2"), kv.DTypeError, ("set_num_threads: threads is '2'",)),
+    ("threads True", lambda: kv.set_num_threads(True), kv.DTypeError, ("set_num_threads: threads is True",)),
+    ("threads -1", lambda: kv.set_num_threads(-1), kv.ArgumentError, ("-1",)),
+    ("threads 2^70", lambda: kv.set_num_threads(2**70), kv.ArgumentError, (str(2**70),)),
+    ("out=3", lambda: kv.gather_tokens(memory().cache(), [0], out=3), kv.ArgumentError, ("out", "int", "mapping")),
+    ("planes", lambda: kv.scatter_tokens(memory().cache(), [0], {3: 1, "key": 2}), kv.ArgumentError, ("3", "'key'")),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "words"), [c[1:] for c in CALLS], ids=[c[0] for c in CALLS])
+def test_calls(call: Callable[[], Any], kind: type[kv.Error], words: tuple[str, ...]) -> None:
+    refused(kind, call, words)

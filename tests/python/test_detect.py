@@ -415,6 +415,33 @@ def test_ambiguous_says_everything() -> None:
     assert "KV B N H D [L=1,B=2,N=16,H=8,D=64,dtype=bf16] puts key(B=1, N=0, H=0, D=0) at byte 16384" in message
 
 
+def test_ambiguous_carries_its_readings() -> None:
+    """Those that `candidates` gives for the same question, of a shape, a tensor or a pair."""
+    pair = [np.zeros((7, 16, 3, 32), np.float16)] * 2
+    questions: list[tuple[Any, dict[str, Any]]] = [
+        ((2, 2, 16, 8, 64), {}),
+        ((2, 2, 16, 8, 64), {"num_kv_heads": 8, "among": ["vllm", "trtllm/pool"]}),
+        (np.zeros((7, 16, 2, 256), np.float32), {}),
+        (pair, {"num_blocks": 7}),
+    ]
+    for thing, hints in questions:
+        with pytest.raises(kv.AmbiguousLayout) as caught:
+            kv.detect(thing, **hints)
+        found = kv.candidates(thing, **hints)
+        assert len(found) > 1
+        readings = caught.value.readings
+        assert [(r.names, r.order, r.layout) for r in readings] == [(r.names, r.order, r.layout) for r in found]
+    assert kv.AmbiguousLayout("of two sizes").readings == []
+
+
+def test_among_may_be_any_iterable() -> None:
+    names = ["vllm/flashinfer-nhd", "vllm/flash-attention-nhd"]
+    for among in (names, tuple(names), iter(names), dict.fromkeys(names)):
+        with pytest.raises(kv.AmbiguousLayout) as caught:
+            kv.detect((2, 2, 16, 8, 64), among=among)
+        assert [r.name for r in caught.value.readings] == names
+
+
 def test_unknown_says_everything() -> None:
     for shape in [(3, 4, 16, 1, 16, 5), (3000,), (3, 5, 16, 3, 33), (3, 4, 5, 6, 7, 8, 9, 10)]:
         with pytest.raises(kv.UnknownLayout) as caught:
@@ -453,6 +480,11 @@ BAD = [
     (((7, 2, 16, 3, 32),), {"among": "no-such"}, (kv.LayoutError, kv.ArgumentError), "no-such"),
     (([(7, 16, 3, 32)] * 3,), {}, kv.ArgumentError, "pair"),
     (([(7, 16, 3, 32)] * 2,), {"strides": [(1536, 96, 32, 1)]}, kv.ArgumentError, "1 strides.*2 shapes"),
+    (([(7, 16, 3, 32)] * 2,), {"strides": [1536, 96]}, kv.ArgumentError, "strides is 1536"),
+    (([(7, 16, 3, 32)] * 2,), {"strides": 1536}, kv.ArgumentError, "strides is 1536"),
+    (((7, 2, 16, 3, 32),), {"strides": 1}, kv.ArgumentError, "strides is 1"),
+    (((7, 2, 16, 3, 32),), {"among": 3}, kv.ArgumentError, "among is 3"),
+    (((7, 2, 16, 3, 32),), {"among": [None]}, kv.ArgumentError, "among is .None."),
 ]
 
 
