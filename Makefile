@@ -40,7 +40,7 @@ install_wheel = wheel=$$(ls dist/kvstride-*.whl); \
 
 .PHONY: help
 help: ## This list
-	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 # --- Set-up, each stamped -------------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ $(ENGINE)/.kvstride: dist/.wheel $(ENGINE)/.vllm-$(VLLM_RELEASE)
 
 # --- Tests ----------------------------------------------------------------------------------------------------------
 
-.PHONY: check ctest test test-long asan tsan fuzz
+.PHONY: check ctest test test-pythons test-long asan tsan fuzz
 ctest: $(DEV)/.tools
 	@cmake --preset release -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }
 	cmake --build --preset release
@@ -95,7 +95,10 @@ test: ctest $(ENGINE)/.kvstride ## All tests, those on an installed vLLM include
 	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH" KVSTRIDE_REQUIRE_VLLM=1
 	python -m pytest tests/python
 
-test-long: test ## What is too long for every day: older vLLM releases, more random cases, ten minutes of fuzzing a target
+test-pythons: dist/.wheel ## The wheel and its quick tests on CPython 3.12, 3.13 and 3.14, where PATH or pyenv has them
+	@scripts/pythons.sh $(QUICK_TESTS)
+
+test-long: test test-pythons ## Too long for every day: other CPythons, older vLLMs, more random cases, ten minutes of fuzzing a target
 	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH"
 	python tests/python/old_releases.py
 	for seed in 1 2 3 4 5 6 7 8; do python -m pytest -q --hypothesis-seed=$$seed $(RANDOM_TESTS); done
