@@ -39,7 +39,7 @@ void convert_tokens(const Cache& src, const Cache& dst, std::span<const std::int
 void zero_blocks(const Cache& cache, std::span<const std::int64_t> ids, std::optional<std::int64_t> null_block = {});
 
 /// Tokens by slot (block × block_size + token) into dense tensors `[layer, token, head, dim]`, one a plane:
-/// `dense` has the order `plane: L B H D | …` with num_blocks = number of slots and block_size 1. Slots may repeat.
+/// `dense` has the order `plane: L N H D | …` with one block of as many tokens as there are slots. Slots may repeat.
 void gather_tokens(const Cache& cache, std::span<const std::int64_t> slots, const Cache& dense);
 /// The reverse. A slot given twice is an error.
 void scatter_tokens(const Cache& cache, std::span<const std::int64_t> slots, const Cache& dense);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -22,11 +23,14 @@ class Cache {
   const Layout& layout() const noexcept { return layout_; }
   const std::vector<std::byte*>& tensors() const noexcept { return tensors_; }
   bool read_only() const noexcept { return read_only_; }
+  /// A number that this cache and its copies have, and no other cache in this process.
+  std::uint64_t id() const noexcept { return id_; }
 
  private:
   std::vector<std::byte*> tensors_;
   Layout layout_;
   bool read_only_;
+  std::uint64_t id_;
 };
 
 /// A strided view of one plane of one layer. Shape and strides count elements of the plane's dtype.

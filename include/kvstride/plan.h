@@ -27,6 +27,7 @@ struct Pair {
 struct Range {
   std::int64_t first = 0;
   std::int64_t count = 0;
+  bool operator==(const Range&) const = default;
 };
 
 /// Heads or tokens on both sides.
@@ -34,6 +35,7 @@ struct RangePair {
   std::int64_t src_first = 0;
   std::int64_t dst_first = 0;
   std::int64_t count = 0;
+  bool operator==(const RangePair&) const = default;
 };
 
 struct PlanOptions {
@@ -42,6 +44,7 @@ struct PlanOptions {
   bool cast = false;  ///< convert values where dtypes differ; otherwise that is an error
   /// Per plane name, one scale or one per (source) head: quantise x / scale, dequantise q × scale.
   std::map<std::string, std::vector<float>> scales;
+  bool operator==(const PlanOptions&) const = default;
 };
 
 namespace plan {

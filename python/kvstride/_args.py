@@ -52,6 +52,8 @@ def to_numbers(value: Any, names: tuple[str, ...], what: str) -> Any:
 
 def to_layers(layers: Any, verb: str) -> tuple[int, int] | None:
     """(first, count) of layers."""
+    if layers is None:
+        return None
     return to_numbers(layers, ("first", "count"), f"{verb}: layers")
 
 
@@ -62,6 +64,8 @@ def to_span(span: Any, what: str) -> tuple[int, int, int] | None:
 
 def to_scale(value: Any, what: str) -> float:
     """One positive number."""
+    if type(value) is float:
+        return value
     numbers = _to_floats(value, f"{what} is")
     if len(numbers) != 1:
         raise DTypeError(f"{what} has {len(numbers)} values, must be one number")

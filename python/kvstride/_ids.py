@@ -11,10 +11,12 @@ import numpy as np
 from ._tensor import is_torch
 from .errors import ArgumentError, BlockIndexError, DTypeError
 
+_INT64 = np.dtype(np.int64)
+
 
 def to_ids(ids: Any, what: str) -> np.ndarray:
     """A C-contiguous int64 array of any shape. Raises DTypeError for floats and bools, BlockIndexError beyond int64."""
-    if is_torch(ids):
+    if not isinstance(ids, np.ndarray) and is_torch(ids):
         ids = _from_torch(ids, what)
     elif isinstance(ids, Mapping):
         ids = [(src, dst) for src, many in ids.items() for dst in (many if isinstance(many, (list, tuple)) else [many])]
@@ -69,6 +71,8 @@ def to_vector(ids: Any, what: str) -> np.ndarray:
 
 def to_pairs(pairs: Any, what: str) -> np.ndarray:
     """(source, destination) pairs as an int64 array `[n, 2]`; a mapping is source -> destination(s)."""
+    if type(pairs) is np.ndarray and pairs.dtype is _INT64 and pairs.shape[1:] == (2,) and pairs.flags.c_contiguous:
+        return pairs  # what small calls should not pay for
     array = to_ids(pairs, what)
     if array.size == 0:
         return np.zeros((0, 2), dtype=np.int64)

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,8 +32,7 @@ _TORCH_VIEW = {short: long for long, short in _NUMPY.items()}
 CARRIERS = {"uint8", "int8", "uint16", "int16", "uint32"}
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """One tensor: address of its first element, shape, strides in elements, and who owns the memory."""
 
     address: int

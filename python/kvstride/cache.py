@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import numpy as np
+
 from . import _core
 from ._core import Geometry, Layout
-from ._tensor import TensorInfo, address_of, inspect, is_tensor, view
+from ._tensor import TensorInfo, address_of, inspect, is_tensor, is_torch, view
 from .errors import ArgumentError, DTypeError, LayoutError
 
 
@@ -46,12 +48,18 @@ class Cache:
         self.tensors: list[TensorInfo] = [column[i] for i in range(len(infos[0])) for column in infos]
         self._core = _core.Cache([t.address for t in self.tensors], bound, any(t.read_only for t in self.tensors))
         self._layout = bound
+        self._owners = [t.owner for t in self.tensors]
+        #: Whether all are numpy arrays, or all are torch tensors; None for a mixture or another framework's.
+        self._arrays = _all_arrays(self._owners)
 
     def core(self) -> _core.Cache:
         """The library's cache. Raises ArgumentError where a tensor's memory was moved or freed since."""
-        for i, info in enumerate(self.tensors):
-            if address_of(info.owner) != info.address:
-                raise ArgumentError(f"Cache: the memory of tensor {i} was moved or freed after the Cache was made")
+        if self._arrays is not None:
+            moved = self._core.moved(self._owners, self._arrays)
+        else:
+            moved = next((i for i, t in enumerate(self.tensors) if address_of(t.owner) != t.address), -1)
+        if moved >= 0:
+            raise ArgumentError(f"Cache: the memory of tensor {moved} was moved or freed after the Cache was made")
         return self._core
 
     @property
@@ -88,6 +96,12 @@ class Cache:
 
     def __repr__(self) -> str:
         return f"Cache('{self._layout}', {len(self.tensors)} tensor(s))"
+
+
+def _all_arrays(owners: list[Any]) -> bool | None:
+    if all(isinstance(owner, np.ndarray) for owner in owners):
+        return True
+    return False if all(is_torch(owner) for owner in owners) else None
 
 
 def _columns(tensors: Any, num_parts: int) -> list[list[Any]]:

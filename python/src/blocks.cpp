@@ -25,6 +25,27 @@ PlanOptions to_options(const std::optional<Span3>& heads, const std::optional<Sp
   return {to_range_pair(heads), to_range(layers), cast, scales};
 }
 
+/// numpy's C description of an array (its documented array interface).
+struct ArrayStruct {
+  int two;
+  int nd;
+  char kind;
+  int item_size;
+  int flags;
+  Py_ssize_t* shape;
+  Py_ssize_t* strides;
+  void* data;
+};
+
+/// Where the memory of a numpy array, or of what has data_ptr(), lies now.
+std::uintptr_t address_of(nb::handle owner, bool is_array) {
+  if (!is_array) return nb::cast<std::uintptr_t>(owner.attr("data_ptr")());
+  const nb::object capsule = owner.attr("__array_struct__");
+  const auto* array = static_cast<const ArrayStruct*>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
+  if (array == nullptr) throw nb::python_error();
+  return reinterpret_cast<std::uintptr_t>(array->data);
+}
+
 }  // namespace
 
 void bind_blocks(nb::module_& m) {
@@ -37,6 +58,18 @@ void bind_blocks(nb::module_& m) {
             new (self) Cache(std::move(tensors), layout, read_only);
           },
           nb::arg("addresses"), nb::arg("layout"), nb::arg("read_only"))
+      .def(
+          "moved",
+          [](const Cache& self, const nb::list& owners, bool arrays) -> std::int64_t {
+            for (std::size_t i = 0; i < owners.size(); ++i) {
+              if (address_of(owners[i], arrays) != reinterpret_cast<std::uintptr_t>(self.tensors()[i])) {
+                return static_cast<std::int64_t>(i);
+              }
+            }
+            return -1;
+          },
+          nb::arg("owners"), nb::arg("arrays"),
+          "The first tensor whose memory is not where it was, or -1. `owners` are numpy arrays, or torch tensors.")
       .def_prop_ro("layout", &Cache::layout)
       .def_prop_ro("read_only", &Cache::read_only);
 

@@ -61,46 +61,36 @@ void check_same_order(const Cache& src, const Cache& dst) {
 }
 
 std::int64_t convert(const char* verb, const Cache& src, const Cache& dst, std::span<const Pair> pairs,
-                     const PlanOptions& options, std::optional<std::int64_t> null_block) {
+                     const PlanOptions& options, std::optional<std::int64_t> null_block,
+                     void (*check)(const Cache&, const Cache&)) {
   plan::BuildOptions build;
   build.plan = options;
-  plan::Program program(verb, end_of(src), end_of(dst), std::move(build));
-  const std::vector<Pair> kept = without_null(pairs, null_block);
-  program.bind(kept);
+  plan::Program program(plan::recipe_for(verb, src, dst, std::move(build), check));
+  const std::int64_t count = program.bind(pairs, null_block);
   program.check_memory();
   program.run();
-  return static_cast<std::int64_t>(kept.size());
+  return count;
 }
 
 }  // namespace
 
-std::vector<Pair> without_null(std::span<const Pair> pairs, std::optional<std::int64_t> null_block) {
-  std::vector<Pair> out;
-  out.reserve(pairs.size());
-  for (const Pair& pair : pairs) {
-    if (!null_block || (pair.src != *null_block && pair.dst != *null_block)) out.push_back(pair);
-  }
-  return out;
-}
-
 std::int64_t swap_blocks(const Cache& src, const Cache& dst, std::span<const Pair> pairs, std::optional<Range> layers,
                          std::optional<std::int64_t> null_block) {
-  check_same_order(src, dst);
   PlanOptions options;
   options.layers = layers;
-  return convert("swap_blocks", src, dst, pairs, options, null_block);
+  return convert("swap_blocks", src, dst, pairs, options, null_block, check_same_order);
 }
 
 std::int64_t convert_blocks(const Cache& src, const Cache& dst, std::span<const Pair> pairs, const PlanOptions& options,
                             std::optional<std::int64_t> null_block) {
-  return convert("convert_blocks", src, dst, pairs, options, null_block);
+  return convert("convert_blocks", src, dst, pairs, options, null_block, nullptr);
 }
 
 void convert_tokens(const Cache& src, const Cache& dst, std::span<const std::int64_t> src_blocks,
                     std::span<const std::int64_t> dst_blocks, RangePair tokens, const PlanOptions& options) {
   plan::BuildOptions build;
   build.plan = options;
-  plan::Program program("convert_blocks", end_of(src), end_of(dst), std::move(build));
+  plan::Program program(plan::recipe_for("convert_blocks", src, dst, std::move(build)));
   program.bind_tokens(src_blocks, dst_blocks, tokens);
   program.check_memory();
   program.run();

@@ -21,6 +21,8 @@ using plan::Nest;
 using plan::Side;
 using plan::Strand;
 
+using Entries = std::pmr::vector<Entry>;
+
 /// A copy of the same strands for one entry.
 void run_entry(const Nest& nest, const Entry& entry) {
   for (const Strand& strand : nest.strands) {
@@ -62,8 +64,7 @@ void rotate(const Nest& nest, const std::vector<std::int64_t>& slots) {
 }
 
 /// Entries sorted by destination whose sources are also destinations: what reads a block goes before what writes it.
-void run_ordered(const Nest& nest) {
-  const std::vector<Entry>& entries = nest.entries;
+void run_ordered(const Nest& nest, const Entries& entries) {
   const auto writer_of = [&](std::int64_t slot) {
     const auto at = std::lower_bound(entries.begin(), entries.end(), slot,
                                      [](const Entry& entry, std::int64_t value) { return entry.dst < value; });
@@ -106,30 +107,28 @@ std::int64_t copy_blocks(const Cache& cache, std::span<const Pair> pairs, std::o
   if (cache.read_only()) throw Error(ErrorCode::kArgument, "copy_blocks: the cache is read-only");
   plan::BuildOptions build;
   build.plan.layers = layers;
-  plan::Program program("copy_blocks", end_of(cache), end_of(cache), std::move(build));
-  const std::vector<Pair> kept = without_null(pairs, null_block);
-  program.bind(kept);  // checks all of them, also those that do nothing
-  std::vector<Pair> moving;
-  for (const Pair& pair : kept) {
-    if (pair.src != pair.dst) moving.push_back(pair);
-  }
+  plan::Program program(plan::recipe_for("copy_blocks", cache, cache, std::move(build)));
+  const std::int64_t count = program.bind(pairs, null_block);  // checks all of them, also those that do nothing
   // A pair (b, b) keeps b, so another pair must not write it; bind() refused that. Reading b is free.
-  program.bind(moving);
-  for (const Nest& nest : program.nests()) {
-    if (nest.entries.empty()) continue;
+  if (std::any_of(pairs.begin(), pairs.end(), [](const Pair& pair) { return pair.src == pair.dst; })) {
+    std::vector<Pair> moving;
+    std::copy_if(pairs.begin(), pairs.end(), std::back_inserter(moving),
+                 [](const Pair& pair) { return pair.src != pair.dst; });
+    program.bind(moving, null_block);
+  }
+  for (const plan::Bound& bound : program.bound()) {
+    const Entries& entries = bound.entries;
     const auto is_written = [&](std::int64_t slot) {
-      return std::binary_search(nest.entries.begin(), nest.entries.end(), Entry{0, slot},
+      return std::binary_search(entries.begin(), entries.end(), Entry{0, slot},
                                 [](const Entry& a, const Entry& b) { return a.dst < b.dst; });
     };
-    const bool conflict = std::any_of(nest.entries.begin(), nest.entries.end(),
-                                      [&](const Entry& entry) { return is_written(entry.src); });
-    if (conflict) {
-      run_ordered(nest);
+    if (std::any_of(entries.begin(), entries.end(), [&](const Entry& entry) { return is_written(entry.src); })) {
+      run_ordered(*bound.nest, entries);
     } else {
       program.run();
     }
   }
-  return static_cast<std::int64_t>(kept.size());
+  return count;
 }
 
 void zero_blocks(const Cache& cache, std::span<const std::int64_t> ids, std::optional<std::int64_t> null_block) {
@@ -137,17 +136,14 @@ void zero_blocks(const Cache& cache, std::span<const std::int64_t> ids, std::opt
   plan::BuildOptions build;
   build.ids_name = "ids";
   build.src_name = build.dst_name = "cache";
-  plan::Program program("zero_blocks", end_of(cache), end_of(cache), std::move(build));
+  plan::Program program(plan::recipe_for("zero_blocks", cache, cache, std::move(build)));
   std::vector<Pair> pairs;
-  for (const std::int64_t id : ids) {
-    if (!null_block || id != *null_block) pairs.push_back({id, id});
-  }
-  program.bind(pairs);
-  for (const Nest& nest : program.nests()) {
-    for_each_copy(nest, true, [](Side, Side dst, const Loop* loops, std::size_t num, const Strand&, std::int64_t run) {
-      cpu::zero(reinterpret_cast<std::byte*>(dst.byte), loops, num, run);
-    });
-  }
+  pairs.reserve(ids.size());
+  for (const std::int64_t id : ids) pairs.push_back({id, id});
+  program.bind(pairs, null_block);
+  program.walk([](Side, Side dst, const Loop* loops, std::size_t num, const Strand&, std::int64_t run) {
+    cpu::zero(reinterpret_cast<std::byte*>(dst.byte), loops, num, run);
+  });
 }
 
 std::vector<std::int64_t> expand_block_ids(std::span<const std::int64_t> ids, std::int64_t ratio) {

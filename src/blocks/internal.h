@@ -11,9 +11,6 @@
 
 namespace kvstride {
 
-/// The pairs without those that name the engine's null block.
-std::vector<Pair> without_null(std::span<const Pair> pairs, std::optional<std::int64_t> null_block);
-
 inline plan::End end_of(const Cache& cache) { return {&cache.layout(), &cache}; }
 
 }  // namespace kvstride

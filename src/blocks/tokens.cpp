@@ -2,7 +2,10 @@
 // gather_tokens, scatter_tokens and write_tokens: tokens by slot.
 #include <fmt/format.h>
 
-#include <numeric>
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <string>
 
 #include "blocks/internal.h"
 #include "kvstride/error.h"
@@ -12,10 +15,68 @@ namespace {
 
 bool is_f8(DType dtype) { return is_castable(dtype) && item_size(dtype) == 1; }
 
-std::vector<std::int64_t> counting(std::size_t n) {
-  std::vector<std::int64_t> out(n);
-  std::iota(out.begin(), out.end(), 0);
+/// The memory of new tokens is another one in every call; a recipe is made for this address and moved from there.
+constexpr std::uintptr_t kAnywhere = std::uintptr_t{1} << 61;
+constexpr std::int64_t kManyTokens = std::int64_t{1} << 30;
+
+/// New tokens of one plane as a cache of one block.
+Cache source_of(const char* plane, const TokenTensor& tensor) {
+  const auto term = [&](const char* axis, std::int64_t length, std::int64_t stride) {
+    return length > 1 ? fmt::format("{}[{}]@{} ", axis, length, stride * item_size(tensor.dtype))
+                      : fmt::format("{}[{}] ", axis, length);
+  };
+  Geometry geometry;
+  geometry.block_size = tensor.strides[0] < kManyTokens / 16 ? kManyTokens : std::max<std::int64_t>(tensor.shape[0], 1);
+  const std::string text = fmt::format("{}: {}{}{}{}", plane, term("N", geometry.block_size, tensor.strides[0]),
+                                       term("H", tensor.shape[1], tensor.strides[1]),
+                                       term("D", tensor.shape[2], tensor.strides[2]), name_of(tensor.dtype));
+  return Cache({reinterpret_cast<std::byte*>(kAnywhere)}, Layout(text, geometry, Overlap::kAllowed), true);
+}
+
+/// source_of(), kept for later calls with tensors of the same strides.
+std::shared_ptr<const Cache> kept_source(const char* plane, TokenTensor tensor) {
+  struct Kept {
+    std::string plane;
+    TokenTensor tensor;
+    std::shared_ptr<const Cache> cache;
+  };
+  static std::mutex& mutex = *new std::mutex;
+  static std::vector<Kept>& kept = *new std::vector<Kept>;
+  constexpr std::size_t kMaxKept = 32;
+  const bool any_length = tensor.strides[0] < kManyTokens / 16;
+  if (any_length) tensor.shape[0] = kManyTokens;
+  const std::lock_guard lock(mutex);
+  for (const Kept& one : kept) {
+    if (one.plane == plane && one.tensor.dtype == tensor.dtype && one.tensor.shape == tensor.shape &&
+        one.tensor.strides == tensor.strides) {
+      return one.cache;
+    }
+  }
+  auto made = std::make_shared<const Cache>(source_of(plane, tensor));
+  if (kept.size() == kMaxKept) kept.erase(kept.begin());
+  kept.push_back({plane, tensor, made});
+  return made;
+}
+
+/// Bytes from the first to the last that `tokens` tokens touch.
+std::int64_t span_of_tokens(const TokenTensor& tensor, std::int64_t tokens) {
+  const std::int64_t last = (tokens - 1) * tensor.strides[0] + (tensor.shape[1] - 1) * tensor.strides[1] +
+                            (tensor.shape[2] - 1) * tensor.strides[2];
+  return (last + 1) * item_size(tensor.dtype);
+}
+
+plan::BuildOptions slot_options() {
+  plan::BuildOptions out;
+  out.ids_name = "slots";
   return out;
+}
+
+void move_dense(const char* verb, const Cache& src, const Cache& dst, std::span<const std::int64_t> src_slots,
+                std::span<const std::int64_t> dst_slots) {
+  plan::Program program(std::make_shared<plan::Recipe>(verb, end_of(src), end_of(dst), slot_options()));
+  program.bind_slots(src_slots, dst_slots);
+  program.check_memory();
+  program.run();
 }
 
 }  // namespace
@@ -23,31 +84,25 @@ std::vector<std::int64_t> counting(std::size_t n) {
 Layout dense_layout(const Layout& layout, std::int64_t num_tokens) {
   std::string text;
   Geometry geometry = layout.geometry();
-  geometry.num_blocks = std::max<std::int64_t>(num_tokens, 1);
-  geometry.block_size = 1;
+  geometry.num_blocks = 1;
+  geometry.block_size = std::max<std::int64_t>(num_tokens, 1);
   for (const Plane& plane : layout.planes()) {
     if (plane.raw() || plane.extent(Axis::kToken) != layout.geometry().block_size) {
       throw Error(ErrorCode::kArgument, fmt::format("gather_tokens: plane '{}' has no tokens", plane.name));
     }
-    text += fmt::format("{}{}: L[{}] B[{}]{} D[{}] {}", text.empty() ? "" : " | ", plane.name, geometry.num_layers,
-                        geometry.num_blocks, plane.has_head ? fmt::format(" H[{}]", plane.extent(Axis::kHead)) : "",
+    text += fmt::format("{}{}: L[{}] N[{}]{} D[{}] {}", text.empty() ? "" : " | ", plane.name, geometry.num_layers,
+                        geometry.block_size, plane.has_head ? fmt::format(" H[{}]", plane.extent(Axis::kHead)) : "",
                         plane.extent(Axis::kDim), name_of(plane.dtype));
   }
   return Layout(text, geometry);
 }
 
 void gather_tokens(const Cache& cache, std::span<const std::int64_t> slots, const Cache& dense) {
-  plan::Program program("gather_tokens", end_of(cache), end_of(dense), {});
-  program.bind_slots(slots, counting(slots.size()));
-  program.check_memory();
-  program.run();
+  move_dense("gather_tokens", cache, dense, slots, {});
 }
 
 void scatter_tokens(const Cache& cache, std::span<const std::int64_t> slots, const Cache& dense) {
-  plan::Program program("scatter_tokens", end_of(dense), end_of(cache), {});
-  program.bind_slots(counting(slots.size()), slots);
-  program.check_memory();
-  program.run();
+  move_dense("scatter_tokens", dense, cache, {}, slots);
 }
 
 void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key, const TokenTensor& value,
@@ -105,42 +160,25 @@ void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key
   check_use("key_scale", key_scale, key.dtype, key_plane.dtype);
   check_use("value_scale", value_scale, value.dtype, value_plane.dtype);
 
-  std::vector<std::int64_t> src;
-  std::vector<std::int64_t> dst;
-  for (std::size_t i = 0; i < slot_mapping.size(); ++i) {
-    if (slot_mapping[i] < 0) continue;
-    src.push_back(static_cast<std::int64_t>(i));
-    dst.push_back(slot_mapping[i]);
-  }
-  if (src.empty()) return;
-  const auto num_tokens = static_cast<std::int64_t>(slot_mapping.size());
-  // The new tokens as a cache of one layer: a "block" is a token.
-  const auto term = [](const char* axis, std::int64_t length, std::int64_t stride, DType dtype) {
-    return length > 1 ? fmt::format("{}[{}]@{} ", axis, length, stride * item_size(dtype))
-                      : fmt::format("{}[{}] ", axis, length);
+  if (std::none_of(slot_mapping.begin(), slot_mapping.end(), [](std::int64_t slot) { return slot >= 0; })) return;
+  const auto program_for = [&](const char* name, const TokenTensor& tensor, const Plane& plane, float scale) {
+    plan::BuildOptions build = slot_options();
+    build.planes = {name};
+    build.dst_first_layer = layer;
+    build.num_layers = 1;
+    build.plan.cast = true;  // dtypes were checked above
+    if (is_f8(plane.dtype) && tensor.dtype != plane.dtype) build.plan.scales[name] = {scale};
+    const std::shared_ptr<const Cache> source = kept_source(name, tensor);
+    auto program = std::make_unique<plan::Program>(plan::recipe_for("write_tokens", *source, cache, std::move(build)));
+    program->place_source(tensor.data, span_of_tokens(tensor, static_cast<std::int64_t>(slot_mapping.size())));
+    program->bind_slots({}, slot_mapping, true);
+    program->check_memory();
+    return program;
   };
-  const auto part = [&](const char* name, const TokenTensor& tensor) {
-    return fmt::format("{}: {}{}{}{}", name, term("B", num_tokens, tensor.strides[0], tensor.dtype),
-                       term("H", tensor.shape[1], tensor.strides[1], tensor.dtype),
-                       term("D", tensor.shape[2], tensor.strides[2], tensor.dtype), name_of(tensor.dtype));
-  };
-  Geometry geometry = layout.geometry();
-  geometry.num_layers = 1;
-  geometry.num_blocks = num_tokens;
-  geometry.block_size = 1;
-  const Layout source_layout(part("key", key) + " | " + part("value", value), geometry, Overlap::kAllowed);
-  const Cache source({const_cast<std::byte*>(key.data), const_cast<std::byte*>(value.data)}, source_layout, true);
-  plan::BuildOptions build;
-  build.planes = {"key", "value"};
-  build.dst_first_layer = layer;
-  build.num_layers = 1;
-  build.plan.cast = true;  // dtypes were checked above
-  if (is_f8(key_plane.dtype) && key.dtype != key_plane.dtype) build.plan.scales["key"] = {key_scale};
-  if (is_f8(value_plane.dtype) && value.dtype != value_plane.dtype) build.plan.scales["value"] = {value_scale};
-  plan::Program program("write_tokens", end_of(source), end_of(cache), std::move(build));
-  program.bind_slots(src, dst);
-  program.check_memory();
-  program.run();
+  const auto keys = program_for("key", key, key_plane, key_scale);
+  const auto values = program_for("value", value, value_plane, value_scale);
+  keys->run(values->num_bytes());
+  values->run(keys->num_bytes());
 }
 
 }  // namespace kvstride

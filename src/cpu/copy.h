@@ -4,7 +4,7 @@
 
 #include <cstddef>
 
-#include "plan/program.h"
+#include "plan/recipe.h"
 
 namespace kvstride::cpu {
 

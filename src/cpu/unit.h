@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "plan/program.h"
+#include "plan/recipe.h"
 
 namespace kvstride::cpu {
 

@@ -293,13 +293,13 @@ class Parser {
   std::size_t i_ = 0;
 };
 
-/// `{key: X, value: X}` is `KV X`.
-void fold_alike(Section& section) {
-  for (Member& member : section.members) fold_alike(member.body);
-  if (section.kv || section.members.size() != 2) return;
+/// `{key: X, value: X}` is `KV X`, but never KV inside KV, which no text can say.
+void fold_alike(Section& section, bool inside = false) {
+  for (Member& member : section.members) fold_alike(member.body, inside || section.kv);
+  if (inside || section.kv || section.members.size() != 2) return;
   Member& key = section.members[0];
   Member& value = section.members[1];
-  if (key.name != "key" || value.name != "value" || key.offset) return;
+  if (key.name != "key" || value.name != "value" || key.offset || holds_kv(key.body)) return;
   if (print_section(key.body) != print_section(value.body)) return;
   if (value.offset) return;  // kept as written: its size is not 2 × the offset
   section.kv = true;

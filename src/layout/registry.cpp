@@ -32,7 +32,7 @@ Order order_of(std::string_view name_or_order) {
   if (const Entry* entry = find_entry(text)) return Order::parse(entry->order);
   // A name, not an order: `engine/layout`.
   const bool name = !text.empty() && text[0] >= 'a' && text[0] <= 'z' && text.find('/') != std::string_view::npos &&
-                    text.find_first_of(" :{") == std::string_view::npos;
+                    text.find_first_of(" \t\n\r:{") == std::string_view::npos;
   if (name) {
     throw Error(ErrorCode::kLayout, "layout: no layout '" + std::string(text.substr(0, 100)) +
                                         "' in the registry (`kvstride layouts` lists it)");

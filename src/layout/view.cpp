@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "kvstride/cache.h"
 #include "kvstride/error.h"
@@ -57,6 +58,8 @@ PlaneView plane_view(const Layout& layout, std::string_view name, std::int64_t l
 
 Cache::Cache(std::vector<std::byte*> tensors, Layout layout, bool read_only)
     : tensors_(std::move(tensors)), layout_(std::move(layout)), read_only_(read_only) {
+  static std::atomic<std::uint64_t> next{1};
+  id_ = next.fetch_add(1, std::memory_order_relaxed);
   if (static_cast<std::int64_t>(tensors_.size()) != layout_.num_tensors()) {
     throw Error(ErrorCode::kArgument, fmt::format("cache: {} tensors given, '{}' has {}", tensors_.size(),
                                                   layout_.order().text(), layout_.num_tensors()));

@@ -16,11 +16,10 @@ plan::BuildOptions to_build(const PlanOptions& options) {
 }  // namespace
 
 Plan::Plan(const Layout& src, const Layout& dst, const PlanOptions& options)
-    : program_(std::make_unique<plan::Program>("plan", plan::End{&src, nullptr}, plan::End{&dst, nullptr},
-                                               to_build(options))) {}
+    : program_(std::make_unique<plan::Program>(std::make_shared<plan::Recipe>(
+          "plan", plan::End{&src, nullptr}, plan::End{&dst, nullptr}, to_build(options)))) {}
 Plan::Plan(const Cache& src, const Cache& dst, const PlanOptions& options)
-    : program_(std::make_unique<plan::Program>("plan", plan::End{&src.layout(), &src}, plan::End{&dst.layout(), &dst},
-                                               to_build(options))) {}
+    : program_(std::make_unique<plan::Program>(plan::recipe_for("plan", src, dst, to_build(options)))) {}
 Plan::~Plan() = default;
 Plan::Plan(Plan&&) noexcept = default;
 Plan& Plan::operator=(Plan&&) noexcept = default;

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "plan/program.h"
+#include "plan/recipe.h"
 
 namespace kvstride::plan {
 namespace {
