@@ -215,55 +215,59 @@ HWY_INLINE void convert_pairs(std::byte* dst, const std::byte* src, VF scale) {
 }
 
 template <DType kSrc, DType kDst, Scaling kScaling>
-void row_of(std::byte* dst, const std::byte* src, std::int64_t count, float scale_value) {
+void rows_of(std::byte* dst, const std::byte* src, std::int64_t count, std::int64_t rows, std::int64_t src_step,
+             float scale_value) {
   constexpr std::size_t kSrcItem = item_of(kSrc);
   constexpr std::size_t kDstItem = item_of(kDst);
   const VF scale = hn::Set(f, scale_value);
   const std::size_t lanes = hn::Lanes(f);
   const auto n = static_cast<std::size_t>(count);
-  std::size_t i = 0;
-  if constexpr (kSrc == DType::kBF16 && is_f8(kDst) && std::endian::native == std::endian::little) {
-    for (; i + 2 * lanes <= n; i += 2 * lanes) convert_pairs<kDst, kScaling>(dst + i, src + 2 * i, scale);
+  for (std::int64_t row = 0; row < rows; ++row, src += src_step, dst += n * kDstItem) {
+    std::size_t i = 0;
+    if constexpr (kSrc == DType::kBF16 && is_f8(kDst) && std::endian::native == std::endian::little) {
+      for (; i + 2 * lanes <= n; i += 2 * lanes) convert_pairs<kDst, kScaling>(dst + i, src + 2 * i, scale);
+    }
+    for (; i + lanes <= n; i += lanes) {
+      convert<kSrc, kDst, kScaling>(dst + i * kDstItem, src + i * kSrcItem, scale);
+    }
+    if (i == n) continue;
+    alignas(64) std::byte from[HWY_MAX_BYTES] = {};
+    alignas(64) std::byte to[HWY_MAX_BYTES];
+    const std::size_t left = std::min(n - i, lanes);
+    std::memcpy(from, src + i * kSrcItem, left * kSrcItem);
+    convert<kSrc, kDst, kScaling>(to, from, scale);
+    std::memcpy(dst + i * kDstItem, to, left * kDstItem);
   }
-  for (; i + lanes <= n; i += lanes) {
-    convert<kSrc, kDst, kScaling>(dst + i * kDstItem, src + i * kSrcItem, scale);
-  }
-  if (i == n) return;
-  alignas(64) std::byte from[HWY_MAX_BYTES] = {};
-  alignas(64) std::byte to[HWY_MAX_BYTES];
-  const std::size_t left = std::min(n - i, lanes);
-  std::memcpy(from, src + i * kSrcItem, left * kSrcItem);
-  convert<kSrc, kDst, kScaling>(to, from, scale);
-  std::memcpy(dst + i * kDstItem, to, left * kDstItem);
 }
 
 /// Between two f8 types the scale is the same on both sides.
 template <DType kSrc, DType kDst>
-void row(std::byte* dst, const std::byte* src, std::int64_t count, float scale) {
+void rows(std::byte* dst, const std::byte* src, std::int64_t count, std::int64_t num, std::int64_t src_step,
+          float scale) {
   if constexpr (is_f8(kSrc) && !is_f8(kDst)) {
-    if (scale != 1.0F) return row_of<kSrc, kDst, Scaling::kTimes>(dst, src, count, scale);
+    if (scale != 1.0F) return rows_of<kSrc, kDst, Scaling::kTimes>(dst, src, count, num, src_step, scale);
   } else if constexpr (!is_f8(kSrc) && is_f8(kDst)) {
-    if (scale != 1.0F) return row_of<kSrc, kDst, Scaling::kDivide>(dst, src, count, scale);
+    if (scale != 1.0F) return rows_of<kSrc, kDst, Scaling::kDivide>(dst, src, count, num, src_step, scale);
   }
-  row_of<kSrc, kDst, Scaling::kNone>(dst, src, count, scale);
+  rows_of<kSrc, kDst, Scaling::kNone>(dst, src, count, num, src_step, scale);
 }
 
 template <DType kSrc>
-CastRow to(DType dst) {
+CastRows to(DType dst) {
   switch (dst) {
-    case DType::kF32: return row<kSrc, DType::kF32>;
-    case DType::kF16: return row<kSrc, DType::kF16>;
-    case DType::kBF16: return row<kSrc, DType::kBF16>;
-    case DType::kF8E5M2: return row<kSrc, DType::kF8E5M2>;
-    case DType::kF8E4M3Fnuz: return row<kSrc, DType::kF8E4M3Fnuz>;
-    case DType::kF8E5M2Fnuz: return row<kSrc, DType::kF8E5M2Fnuz>;
-    default: return row<kSrc, DType::kF8E4M3>;
+    case DType::kF32: return rows<kSrc, DType::kF32>;
+    case DType::kF16: return rows<kSrc, DType::kF16>;
+    case DType::kBF16: return rows<kSrc, DType::kBF16>;
+    case DType::kF8E5M2: return rows<kSrc, DType::kF8E5M2>;
+    case DType::kF8E4M3Fnuz: return rows<kSrc, DType::kF8E4M3Fnuz>;
+    case DType::kF8E5M2Fnuz: return rows<kSrc, DType::kF8E5M2Fnuz>;
+    default: return rows<kSrc, DType::kF8E4M3>;
   }
 }
 
 }  // namespace
 
-CastRow RowFor(DType src, DType dst) {
+CastRows RowsFor(DType src, DType dst) {
   switch (src) {
     case DType::kF32: return to<DType::kF32>(dst);
     case DType::kF16: return to<DType::kF16>(dst);
@@ -282,9 +286,9 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace kvstride::cpu {
 
-HWY_EXPORT(RowFor);
+HWY_EXPORT(RowsFor);
 
-CastRow cast_row(DType src, DType dst) { return HWY_DYNAMIC_DISPATCH(RowFor)(src, dst); }
+CastRows cast_rows(DType src, DType dst) { return HWY_DYNAMIC_DISPATCH(RowsFor)(src, dst); }
 
 }  // namespace kvstride::cpu
 #endif

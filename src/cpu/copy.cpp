@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "cpu/cast.h"
 #include "cpu/unit.h"
@@ -37,6 +38,26 @@ void stream_run(std::byte* dst, const std::byte* src, std::int64_t bytes) {
 
 using Bytes = hn::ScalableTag<std::uint8_t>;
 
+/// Pages side by side, a line of each in turn: more of them are on their way at once than of one page after another.
+template <std::int64_t kPages>
+std::int64_t stream_pages(std::byte* dst, const std::byte* src, std::int64_t bytes) {
+  constexpr std::int64_t kPage = 4096;
+  const Bytes d;
+  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+  std::int64_t i = 0;
+  for (; i + kPages * kPage <= bytes; i += kPages * kPage) {
+    for (std::int64_t line = 0; line < kPage; line += 2 * kLine) {
+      for (std::int64_t page = 0; page < kPages; ++page) {
+        const std::int64_t at = i + page * kPage + line;
+        for (std::int64_t j = 0; j < 2 * kLine; j += step) {
+          hn::Stream(hn::LoadU(d, u8(src + at + j)), d, u8(dst + at + j));
+        }
+      }
+    }
+  }
+  return i;
+}
+
 /// One run past the caches: whole lines are written at once, so that none is read before it is overwritten.
 void stream_run(std::byte* dst, const std::byte* src, std::int64_t bytes) {
   const Bytes d;
@@ -45,6 +66,8 @@ void stream_run(std::byte* dst, const std::byte* src, std::int64_t bytes) {
   if (head != 0) std::memcpy(dst, src, static_cast<std::size_t>(head));
   std::int64_t i = head;
   if (step <= kLine) {
+    i += stream_pages<8>(dst + i, src + i, bytes - i);
+    i += stream_pages<4>(dst + i, src + i, bytes - i);
     for (; i + 4 * step <= bytes; i += 4 * step) {
       const auto v0 = hn::LoadU(d, u8(src + i));
       const auto v1 = hn::LoadU(d, u8(src + i + step));
@@ -96,6 +119,17 @@ void around(std::byte* dst, const std::byte* src, const Loop* loops, std::size_t
   }
 }
 
+/// The same with the count of heads: the leaf takes (dst, src, head).
+template <class Leaf>
+void around_heads(std::byte* dst, const std::byte* src, std::int64_t head, const Loop* loops, std::size_t num_loops,
+                  const Leaf& leaf) {
+  if (num_loops == 0) return leaf(dst, src, head);
+  for (std::int64_t i = 0; i < loops[0].extent; ++i) {
+    around_heads(dst + i * loops[0].dst, src + i * loops[0].src, head + i * loops[0].head, loops + 1, num_loops - 1,
+                 leaf);
+  }
+}
+
 /// One unit to the buffer, or to its place; the lines of the next unit are asked for meanwhile.
 void move_unit(std::byte* dst, const std::byte* src, const Unit& unit, std::int64_t item, Ahead ahead) {
   const Tile tile{unit.along_dst.extent, unit.along_src.extent, unit.along_dst.src, unit.along_src.dst};
@@ -125,33 +159,110 @@ void move_unit(std::byte* dst, const std::byte* src, const Unit& unit, std::int6
   while (ahead.left > 0) ahead.step<64>();
 }
 
-/// Elements and short runs, unit by unit; through `row` where values change.
-void copy_units(std::byte* dst, const std::byte* src, const Loop* loops, std::size_t num_loops, std::int64_t item,
-                const plan::Cast* how, bool stream) {
-  const CastRow row = how != nullptr ? cast_row(how->src, how->dst) : nullptr;
-  const Unit unit(loops, num_loops, item, row != nullptr ? item_size(how->src) : 0, stream);
-  alignas(kLine) std::byte buffer[kUnitBytes];
-  alignas(kLine) std::byte staging[kUnitBytes];
-  const auto one = [&](std::byte* to, const std::byte* from, Ahead ahead) {
-    if (row != nullptr) {
-      while (ahead.left > 0) ahead.step<64>();
-      around(staging, from, unit.fetch, unit.num_fetch,
-             [&](std::byte* out, const std::byte* in) { row(out, in, unit.fetch_run, how->scale); });
-      from = staging;
-    }
-    if (!unit.buffered) return move_unit(to, from, unit, item, ahead);
-    move_unit(buffer, from, unit, item, ahead);
-    around(to, buffer, unit.flush, unit.num_flush,
-           [&](std::byte* out, const std::byte* in) { stream_run(out, in, unit.flush_run); });
-  };
-  if (unit.num_outer == 0) return one(dst, src, {nullptr, nullptr, 0});
+/// A unit from the buffer to its place.
+void flush_unit(std::byte* dst, std::byte* buffer, const Unit& unit) {
+  around(dst, buffer, unit.flush, unit.num_flush,
+         [&](std::byte* to, const std::byte* from) { stream_run(to, from, unit.flush_run); });
+}
+
+/// Calls `one(dst, src, head, ahead)` for each unit.
+template <class One>
+void each_unit(std::byte* dst, const std::byte* src, std::int64_t head, const Unit& unit, const One& one) {
+  if (unit.num_outer == 0) return one(dst, src, head, Ahead{nullptr, nullptr, 0});
   const Loop& step = unit.outer[unit.num_outer - 1];
-  around(dst, src, unit.outer, unit.num_outer - 1, [&](std::byte* to, const std::byte* from) {
-    for (std::int64_t i = 0; i < step.extent; ++i) {
-      const bool more = i + 1 < step.extent;
-      one(to + i * step.dst, from + i * step.src, {from + (i + 1) * step.src, unit.lines, more ? unit.num_lines : 0});
-    }
+  around_heads(dst, src, head, unit.outer, unit.num_outer - 1,
+               [&](std::byte* to, const std::byte* from, std::int64_t first) {
+                 for (std::int64_t i = 0; i < step.extent; ++i) {
+                   const bool more = i + 1 < step.extent;
+                   one(to + i * step.dst, from + i * step.src, first + i * step.head,
+                       Ahead{from + (i + 1) * step.src, unit.lines, more ? unit.num_lines : 0});
+                 }
+               });
+}
+
+/// Elements and short runs, unit by unit.
+void copy_units(std::byte* dst, const std::byte* src, const Loop* loops, std::size_t num_loops, std::int64_t item,
+                bool stream) {
+  const Unit unit(loops, num_loops, item, 0, stream);
+  alignas(kLine) std::byte buffer[kUnitBytes];
+  each_unit(dst, src, 0, unit, [&](std::byte* to, const std::byte* from, std::int64_t, Ahead ahead) {
+    move_unit(unit.buffered ? buffer : to, from, unit, item, ahead);
+    if (unit.buffered) flush_unit(to, buffer, unit);
   });
+}
+
+/// Elements of one unit, converted, to the staging buffer.
+void fetch_unit(std::byte* staging, const std::byte* src, std::int64_t head, const Unit& unit, CastRows convert,
+                const std::vector<float>& scales, Ahead& ahead) {
+  const auto scale_of = [&](std::int64_t at) { return scales[scales.size() == 1 ? 0 : static_cast<std::size_t>(at)]; };
+  std::size_t outer = unit.num_fetch;
+  Loop rows{1, 0, 0};
+  // The innermost loop is rows of one call where they have one scale and lie side by side in the buffer.
+  if (outer > 0 && (unit.fetch[outer - 1].head == 0 || scales.size() == 1)) rows = unit.fetch[--outer];
+  std::int64_t calls = 1;
+  for (std::size_t i = 0; i < outer; ++i) calls *= unit.fetch[i].extent;
+  const std::size_t lines = ahead.left / static_cast<std::size_t>(calls) + 1;
+  around_heads(staging, src, head, unit.fetch, outer, [&](std::byte* to, const std::byte* from, std::int64_t at) {
+    convert(to, from, unit.fetch_run, rows.extent, rows.src, scale_of(at));
+    for (std::size_t i = 0; i < lines && ahead.left > 0; ++i) ahead.step<64>();
+  });
+}
+
+/// Elements whose values change: first into a staging buffer in the source's order, then as other elements.
+void cast_units(std::byte* dst, const std::byte* src, const Loop* loops, std::size_t num_loops, const plan::Cast& how,
+                std::int64_t head, bool stream) {
+  const std::int64_t item = item_size(how.dst);
+  const CastRows convert = cast_rows(how.src, how.dst);
+  const Unit unit(loops, num_loops, item, item_size(how.src), stream);
+  alignas(kLine) std::byte staging[kUnitBytes];
+  alignas(kLine) std::byte buffer[kUnitBytes];
+  each_unit(dst, src, head, unit, [&](std::byte* to, const std::byte* from, std::int64_t at, Ahead ahead) {
+    fetch_unit(staging, from, at, unit, convert, how.scales, ahead);
+    if (unit.same_order) return flush_unit(to, staging, unit);
+    move_unit(unit.buffered ? buffer : to, staging, unit, item, ahead);
+    if (unit.buffered) flush_unit(to, buffer, unit);
+  });
+}
+
+/// Steps through nested loops.
+struct Steps {
+  const Loop* loops;
+  std::size_t num_loops;
+  const std::byte* src;
+  std::byte* dst;
+  std::int64_t at[kMaxLoops] = {};
+  bool more = true;
+
+  HWY_INLINE void next() {
+    for (std::size_t i = num_loops; i-- > 0;) {
+      src += loops[i].src;
+      dst += loops[i].dst;
+      if (++at[i] < loops[i].extent) return;
+      src -= loops[i].src * loops[i].extent;
+      dst -= loops[i].dst * loops[i].extent;
+      at[i] = 0;
+    }
+    more = false;
+  }
+};
+
+/// Rows past the caches in the destination's order, while the sources of later ones are asked for.
+void stream_rows(std::byte* dst, const std::byte* src, const Loop* loops, std::size_t num_loops, std::int64_t run) {
+  constexpr std::int64_t kAhead = 4096;
+  Loop sorted[kMaxLoops];
+  std::copy(loops, loops + num_loops, sorted);
+  std::sort(sorted, sorted + num_loops, [](const Loop& a, const Loop& b) { return a.dst > b.dst; });
+  Steps row{sorted, num_loops, src, dst};
+  Steps later = row;
+  for (std::int64_t i = 0; i < kAhead && later.more; i += run) later.next();
+  const std::int64_t asked = std::min(run, kAhead);
+  for (; row.more; row.next()) {
+    if (later.more) {
+      for (std::int64_t i = 0; i < asked; i += kLine) hwy::Prefetch(later.src + i);
+      later.next();
+    }
+    stream_run(row.dst, row.src, run);
+  }
 }
 
 void copy_loops(std::byte* dst, const std::byte* src, const Loop* loops, std::size_t num_loops, std::int64_t run,
@@ -163,22 +274,16 @@ void copy_loops(std::byte* dst, const std::byte* src, const Loop* loops, std::si
   }
   const bool element = run == 1 || run == 2 || run == 4 || run == 8 || run == 16;
   if ((element || (stream && run < 2 * kLine)) && num_loops <= kMaxLoops) {
-    return copy_units(dst, src, loops, num_loops, run, nullptr, stream);
+    return copy_units(dst, src, loops, num_loops, run, stream);
   }
-  Loop sorted[kMaxLoops];
-  if (stream && num_loops <= kMaxLoops) {
-    // Streamed lines may go anywhere; what is read should be read in sequence.
-    std::copy(loops, loops + num_loops, sorted);
-    std::sort(sorted, sorted + num_loops, [](const Loop& a, const Loop& b) { return a.src > b.src; });
-    loops = sorted;
-  }
-  around(dst, src, loops, num_loops - 1, [&](std::byte* to, const std::byte* from) {
-    runs(to, from, loops[num_loops - 1], run, stream && run >= 2 * kLine);
-  });
+  if (stream && num_loops <= kMaxLoops) return stream_rows(dst, src, loops, num_loops, run);
+  around(dst, src, loops, num_loops - 1,
+         [&](std::byte* to, const std::byte* from) { runs(to, from, loops[num_loops - 1], run, stream); });
 }
 
-/// Elements that lie side by side on both sides, converted; past the caches by way of a buffer.
-void cast_row_streamed(std::byte* dst, const std::byte* src, std::int64_t count, CastRow row, const plan::Cast& how) {
+/// A long row of elements, converted, past the caches by way of a small buffer.
+void stream_cast(std::byte* dst, const std::byte* src, std::int64_t count, CastRows convert, const plan::Cast& how,
+                 float scale) {
   // Small, so that stores to memory are spread between conversions.
   alignas(kLine) std::byte buffer[512];
   constexpr std::int64_t kAhead = 2048;
@@ -189,37 +294,40 @@ void cast_row_streamed(std::byte* dst, const std::byte* src, std::int64_t count,
     const std::int64_t n = std::min(step, count - i);
     const std::int64_t ahead = std::min((i + n) * src_item + kAhead, count * src_item);
     for (std::int64_t at = i * src_item + kAhead; at < ahead; at += kLine) hwy::Prefetch(src + at);
-    row(buffer, src + i * src_item, n, how.scale);
+    convert(buffer, src + i * src_item, n, 1, 0, scale);
     stream_run(dst + i * item, buffer, n * item);
   }
 }
 
 void cast_loops(std::byte* dst, const std::byte* src, const Loop* loops, std::size_t num_loops, const plan::Cast& how,
-                bool stream) {
-  constexpr std::int64_t kRow = 32;  // elements that are worth a row of their own
+                std::int64_t head, bool stream) {
+  constexpr std::int64_t kRow = 1024;  // elements that are worth a call of their own
   const std::int64_t src_item = item_size(how.src);
   const std::int64_t item = item_size(how.dst);
-  const CastRow row = cast_row(how.src, how.dst);
-  if (num_loops == 0) return row(dst, src, 1, how.scale);
-  Loop sorted[kMaxLoops];
-  if (num_loops > kMaxLoops) {
-    return around(dst, src, loops, num_loops,
-                  [&](std::byte* to, const std::byte* from) { row(to, from, 1, how.scale); });
-  }
+  const CastRows convert = cast_rows(how.src, how.dst);
+  const auto scale_of = [&](std::int64_t at) {
+    return how.scales[how.scales.size() == 1 ? 0 : static_cast<std::size_t>(at)];
+  };
+  const auto single = [&](std::byte* to, const std::byte* from, std::int64_t at) {
+    convert(to, from, 1, 1, 0, scale_of(at));
+  };
+  if (num_loops == 0 || num_loops > kMaxLoops) return around_heads(dst, src, head, loops, num_loops, single);
+  Loop outer[kMaxLoops];
   Loop along{0, 0, 0};
   std::size_t num_outer = 0;
   for (std::size_t i = 0; i < num_loops; ++i) {
-    if (loops[i].src == src_item && loops[i].dst == item && along.extent == 0) {
+    const bool row = loops[i].src == src_item && loops[i].dst == item && (loops[i].head == 0 || how.scales.size() == 1);
+    if (row && along.extent == 0) {
       along = loops[i];
     } else {
-      sorted[num_outer++] = loops[i];
+      outer[num_outer++] = loops[i];
     }
   }
-  if (along.extent < kRow) return copy_units(dst, src, loops, num_loops, item, &how, stream);
-  if (stream) std::sort(sorted, sorted + num_outer, [](const Loop& a, const Loop& b) { return a.src > b.src; });
-  around(dst, src, sorted, num_outer, [&](std::byte* to, const std::byte* from) {
-    if (stream && along.extent * item >= 2 * kLine) return cast_row_streamed(to, from, along.extent, row, how);
-    row(to, from, along.extent, how.scale);
+  if (along.extent < kRow) return cast_units(dst, src, loops, num_loops, how, head, stream);
+  if (stream) std::sort(outer, outer + num_outer, [](const Loop& a, const Loop& b) { return a.src > b.src; });
+  around_heads(dst, src, head, outer, num_outer, [&](std::byte* to, const std::byte* from, std::int64_t at) {
+    if (stream) return stream_cast(to, from, along.extent, convert, how, scale_of(at));
+    convert(to, from, along.extent, 1, 0, scale_of(at));
   });
 }
 
@@ -231,8 +339,8 @@ void CopyLoops(std::byte* dst, const std::byte* src, const Loop* loops, std::siz
 }
 
 void CastLoops(std::byte* dst, const std::byte* src, const Loop* loops, std::size_t num_loops, const plan::Cast& how,
-               bool stream) {
-  cast_loops(dst, src, loops, num_loops, how, stream);
+               std::int64_t head, bool stream) {
+  cast_loops(dst, src, loops, num_loops, how, head, stream);
 }
 
 }  // namespace HWY_NAMESPACE
@@ -252,8 +360,8 @@ void copy(std::byte* dst, const std::byte* src, const plan::Loop* loops, std::si
 HWY_EXPORT(CastLoops);
 
 void cast(std::byte* dst, const std::byte* src, const plan::Loop* loops, std::size_t num_loops, const plan::Cast& how,
-          bool stream) {
-  HWY_DYNAMIC_DISPATCH(CastLoops)(dst, src, loops, num_loops, how, stream);
+          std::int64_t head, bool stream) {
+  HWY_DYNAMIC_DISPATCH(CastLoops)(dst, src, loops, num_loops, how, head, stream);
 }
 
 void fence() { hwy::FlushStream(); }

@@ -14,9 +14,9 @@ void copy(std::byte* dst, const std::byte* src, const plan::Loop* loops, std::si
           bool stream);
 /// Orders streamed stores before what follows.
 void fence();
-/// The same for single elements whose values are converted.
+/// The same for single elements whose values are converted; `head` is where the loops' count of heads starts.
 void cast(std::byte* dst, const std::byte* src, const plan::Loop* loops, std::size_t num_loops, const plan::Cast& how,
-          bool stream);
+          std::int64_t head, bool stream);
 /// Zeroes `run` bytes at dst for every index of the loops (their src is not used).
 void zero(std::byte* dst, const plan::Loop* loops, std::size_t num_loops, std::int64_t run);
 

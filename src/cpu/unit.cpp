@@ -29,10 +29,12 @@ struct List {
 
 /// Consecutive bytes from the first on that the loops cover on one side, and how many loops they take, smallest
 /// strides first. Sorts the list.
-std::int64_t run_of(List& list, std::int64_t item, std::int64_t Loop::*side, std::size_t& taken) {
+std::int64_t run_of(List& list, std::int64_t item, std::int64_t Loop::*side, std::size_t& taken,
+                    bool one_head = false) {
   std::sort(list.loops, list.loops + list.size, [&](const Loop& a, const Loop& b) { return a.*side < b.*side; });
   std::int64_t run = item;
   for (taken = 0; taken < list.size && list.loops[taken].*side <= run; ++taken) {
+    if (one_head && list.loops[taken].head != 0) break;
     run = std::max(run, run + (list.loops[taken].extent - 1) * list.loops[taken].*side);
   }
   return run;
@@ -40,7 +42,7 @@ std::int64_t run_of(List& list, std::int64_t item, std::int64_t Loop::*side, std
 
 /// Cuts a loop so that `inner` indices stay inside; the rest goes to `outer`.
 Loop cut(Loop loop, std::int64_t inner, List& outer) {
-  if (inner < loop.extent) outer.add({loop.extent / inner, loop.src * inner, loop.dst * inner});
+  if (inner < loop.extent) outer.add({loop.extent / inner, loop.src * inner, loop.dst * inner, loop.head * inner});
   loop.extent = inner;
   return loop;
 }
@@ -82,12 +84,14 @@ struct Packed {
   std::int64_t run = 0;         ///< consecutive bytes
   bool dense = false;           ///< the run has no holes
 
-  Packed(const List& inside, std::int64_t side_item, std::int64_t item, std::int64_t Loop::*side) : loops(inside) {
-    run = run_of(loops, side_item, side, taken);
+  /// `one_head`: the run ends where another scale begins.
+  Packed(const List& inside, std::int64_t side_item, std::int64_t item, std::int64_t Loop::*side, bool one_head)
+      : loops(inside) {
+    run = run_of(loops, side_item, side, taken, one_head);
     std::int64_t at = item;
     std::int64_t bytes = side_item;
     for (std::size_t i = 0; i < loops.size; ++i) {
-      strides[i] = {loops.loops[i].extent, at, loops.loops[i].*side};
+      strides[i] = {loops.loops[i].extent, at, loops.loops[i].*side, loops.loops[i].head};
       at *= loops.loops[i].extent;
       if (i < taken) bytes *= loops.loops[i].extent;
     }
@@ -197,15 +201,16 @@ Unit::Unit(const Loop* loops, std::size_t num_loops, std::int64_t item, std::int
     for (std::size_t i = 0; i < num_inner; ++i) change(inner[i]);
   };
   if (cast_item != 0) {
-    Packed packed(inside, src_item, item, &Loop::src);
+    Packed packed(inside, src_item, item, &Loop::src, true);
     const bool whole = packed.dense && forward;
     fetch_run = whole ? packed.run / src_item : 1;
     for (std::size_t i = packed.loops.size; i-- > (whole ? packed.taken : 0);) {
-      fetch[num_fetch++] = {packed.strides[i].extent, packed.strides[i].dst, packed.strides[i].src};
+      const Loop& loop = packed.strides[i];
+      fetch[num_fetch++] = {loop.extent, loop.dst, loop.src, loop.head};
     }
     each([&](Loop& loop) { loop.src = packed.place(loop.extent, loop.src); });
   }
-  Packed packed(inside, item, item, &Loop::dst);
+  Packed packed(inside, item, item, &Loop::dst, false);
   buffered = stream && forward && packed.dense && packed.run >= kLine && inside.bytes(item) <= kUnitBytes;
   if (buffered) {
     flush_run = packed.run;
@@ -213,6 +218,8 @@ Unit::Unit(const Loop* loops, std::size_t num_loops, std::int64_t item, std::int
       flush[num_flush++] = {packed.strides[i].extent, packed.strides[i].src, packed.strides[i].dst};
     }
     each([&](Loop& loop) { loop.dst = packed.place(loop.extent, loop.dst); });
+    same_order = cast_item != 0;
+    each([&](Loop& loop) { same_order = same_order && loop.src == loop.dst; });
   }
   std::sort(inner, inner + num_inner, [](const Loop& a, const Loop& b) { return a.dst > b.dst; });
 

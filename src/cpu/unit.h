@@ -33,6 +33,7 @@ struct Unit {
   plan::Loop fetch[kMaxLoops];  ///< source to staging buffer
   std::size_t num_fetch = 0;
   std::int64_t fetch_run = 0;                  ///< elements
+  bool same_order = false;                     ///< staging and buffer would hold the same: nothing to move
   std::int32_t lines[kUnitBytes / kLine * 2];  ///< byte offsets of the source lines of a unit, ascending
   std::size_t num_lines = 0;
 

@@ -257,17 +257,17 @@ std::int64_t stream_threshold() {
 /// A group of copies, or as many steps of its first loop as start in the part.
 void run_group(std::byte* to, const std::byte* from, const Loop* loops, std::size_t num, const Strand& strand,
                std::int64_t run, Part part, bool stream) {
-  const auto move = [&](std::byte* dst, const std::byte* src, const Loop* all) {
+  const auto move = [&](std::byte* dst, const std::byte* src, const Loop* all, std::int64_t head) {
     if (strand.cast.active) {
-      cpu::cast(dst, src, all, num, strand.cast, stream);
+      cpu::cast(dst, src, all, num, strand.cast, head, stream);
     } else {
       cpu::copy(dst, src, all, num, run, stream);
     }
   };
   const std::int64_t bytes = iterations(loops, num) * run;
-  if (part.begin <= 0 && part.end >= bytes) return move(to, from, loops);
+  if (part.begin <= 0 && part.end >= bytes) return move(to, from, loops, 0);
   if (num == 0) {
-    if (part.begin <= 0) move(to, from, loops);  // one element
+    if (part.begin <= 0) move(to, from, loops, 0);  // one element
     return;
   }
   const std::int64_t step = bytes / loops[0].extent;
@@ -279,7 +279,7 @@ void run_group(std::byte* to, const std::byte* from, const Loop* loops, std::siz
   if (last <= first) return;
   std::vector<Loop> mine(loops, loops + num);
   mine[0].extent = last - first;
-  move(to + first * loops[0].dst, from + first * loops[0].src, mine.data());
+  move(to + first * loops[0].dst, from + first * loops[0].src, mine.data(), first * loops[0].head);
 }
 
 }  // namespace

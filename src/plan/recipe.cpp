@@ -26,6 +26,17 @@ std::int64_t period_of(const Plane& plane) {
   return modes.empty() ? 1 : modes.front().divisor;
 }
 
+/// Says how many heads each loop steps over, and where each piece starts.
+void number_heads(std::vector<Piece>& pieces) {
+  std::int64_t first = 0;
+  for (Piece& piece : pieces) {
+    piece.head = first;
+    std::int64_t below = 1;
+    for (std::size_t i = piece.loops.size(); i-- > 0; below *= piece.loops[i].extent) piece.loops[i].head = below;
+    first += below;
+  }
+}
+
 }  // namespace
 
 std::int64_t iterations(const Loop* loops, std::size_t num_loops) {
@@ -213,69 +224,64 @@ void Recipe::build_strands(Nest& nest) const {
     cast.active = src.dtype != dst.dtype;
     cast.src = src.dtype;
     cast.dst = dst.dtype;
-    std::vector<float> scales{1.0F};
     if (const auto given = options_.plan.scales.find(src.name); given != options_.plan.scales.end() && cast.active) {
-      scales = given->second;
+      cast.scales = given->second;
     }
-    std::vector<RangePair> head_ranges{pair.heads};
-    if (scales.size() > 1) {
-      head_ranges.clear();
-      for (std::int64_t h = 0; h < pair.heads.count; ++h) {
-        head_ranges.push_back({pair.heads.src_first + h, pair.heads.dst_first + h, 1});
-      }
-    }
+    const bool by_head = cast.scales.size() > 1;
     SlotOffset src_slot{src.merged(Axis::kBlock), src_token, src_size};
     SlotOffset dst_slot{dst.merged(Axis::kBlock), dst_token, dst_size};
     if (pair.whole_only) src_slot.token = dst_slot.token = {};
-    for (const RangePair& range : head_ranges) {
-      if (scales.size() > 1) cast.scale = scales[static_cast<std::size_t>(range.src_first)];
-      if (scales.size() == 1) cast.scale = scales[0];
-      const auto head_pieces =
-          refine(src.merged(Axis::kHead), range.src_first, dst.merged(Axis::kHead), range.dst_first, range.count);
-      // Splits that do not nest fall into single elements; a plan of such pieces would outgrow the data.
-      constexpr std::int64_t kMaxBases = std::int64_t{1} << 22;
-      std::int64_t pieces = 1;
-      for (const std::size_t count :
-           {token_pieces.size(), head_pieces.size(), dim_pieces.size(), static_cast<std::size_t>(layers_)}) {
-        if (__builtin_mul_overflow(std::max<std::int64_t>(pieces, 1), static_cast<std::int64_t>(count), &pieces) ||
-            pieces > kMaxBases) {
-          throw Error(ErrorCode::kArgument,
-                      fmt::format("{}: plane '{}' falls into more than {} pieces between '{}' and '{}'", verb_,
-                                  src.name, kMaxBases, src_.order().text(), dst_.order().text()));
-        }
+    auto head_pieces = refine(src.merged(Axis::kHead), pair.heads.src_first, dst.merged(Axis::kHead),
+                              pair.heads.dst_first, pair.heads.count);
+    if (by_head) number_heads(head_pieces);
+    // Splits that do not nest fall into single elements; a plan of such pieces would outgrow the data.
+    constexpr std::int64_t kMaxBases = std::int64_t{1} << 22;
+    std::int64_t pieces = 1;
+    for (const std::size_t count :
+         {token_pieces.size(), head_pieces.size(), dim_pieces.size(), static_cast<std::size_t>(layers_)}) {
+      if (__builtin_mul_overflow(std::max<std::int64_t>(pieces, 1), static_cast<std::int64_t>(count), &pieces) ||
+          pieces > kMaxBases) {
+        throw Error(ErrorCode::kArgument,
+                    fmt::format("{}: plane '{}' falls into more than {} pieces between '{}' and '{}'", verb_, src.name,
+                                kMaxBases, src_.order().text(), dst_.order().text()));
       }
-      for (const Piece& token : token_pieces) {
-        for (const Piece& head : head_pieces) {
-          for (const Piece& dim : dim_pieces) {
-            Strand strand;
-            strand.loops = token.loops;
-            strand.loops.insert(strand.loops.end(), head.loops.begin(), head.loops.end());
-            strand.loops.insert(strand.loops.end(), dim.loops.begin(), dim.loops.end());
-            strand.run = item_size(dst.dtype);
-            strand.cast = cast.active ? cast : Cast{};
-            strand.src_slot = src_slot;
-            strand.dst_slot = dst_slot;
-            coalesce(strand.loops, strand.run, !cast.active);
-            const std::int64_t src_byte = src.base + token.src + head.src + dim.src;
-            const std::int64_t dst_byte = dst.base + token.dst + head.dst + dim.dst;
-            for (std::int64_t l = 0; l < layers_; ++l) {
-              const auto side = [&](const Layout& layout, const Plane& plane, std::int64_t layer, std::int64_t byte,
-                                    const std::vector<std::byte*>& tensors) {
-                std::int64_t tensor = plane.part;
-                if (layout.layered()) {
-                  byte += plane.axis_offset(Axis::kLayer, layer);
-                } else {
-                  tensor += layer * layout.num_parts();
-                }
-                if (!has_memory_) return Side{tensor, byte};
-                const auto address = reinterpret_cast<std::uintptr_t>(tensors[static_cast<std::size_t>(tensor)]);
-                return Side{0, static_cast<std::int64_t>(address) + byte};
-              };
-              strand.bases.push_back({side(src_, src, src_first_layer_ + l, src_byte, src_tensors_),
-                                      side(dst_, dst, dst_first_layer_ + l, dst_byte, dst_tensors_)});
-            }
-            if (layers_ > 0) strands.push_back(std::move(strand));
+    }
+    for (const Piece& token : token_pieces) {
+      for (const Piece& head : head_pieces) {
+        for (const Piece& dim : dim_pieces) {
+          Strand strand;
+          strand.loops = token.loops;
+          strand.loops.insert(strand.loops.end(), head.loops.begin(), head.loops.end());
+          strand.loops.insert(strand.loops.end(), dim.loops.begin(), dim.loops.end());
+          strand.run = item_size(dst.dtype);
+          strand.cast = cast.active ? cast : Cast{};
+          if (by_head) {  // from the first head of the piece on
+            strand.cast.scales.erase(
+                strand.cast.scales.begin(),
+                strand.cast.scales.begin() + static_cast<std::ptrdiff_t>(pair.heads.src_first + head.head));
           }
+          strand.src_slot = src_slot;
+          strand.dst_slot = dst_slot;
+          coalesce(strand.loops, strand.run, !cast.active);
+          const std::int64_t src_byte = src.base + token.src + head.src + dim.src;
+          const std::int64_t dst_byte = dst.base + token.dst + head.dst + dim.dst;
+          for (std::int64_t l = 0; l < layers_; ++l) {
+            const auto side = [&](const Layout& layout, const Plane& plane, std::int64_t layer, std::int64_t byte,
+                                  const std::vector<std::byte*>& tensors) {
+              std::int64_t tensor = plane.part;
+              if (layout.layered()) {
+                byte += plane.axis_offset(Axis::kLayer, layer);
+              } else {
+                tensor += layer * layout.num_parts();
+              }
+              if (!has_memory_) return Side{tensor, byte};
+              const auto address = reinterpret_cast<std::uintptr_t>(tensors[static_cast<std::size_t>(tensor)]);
+              return Side{0, static_cast<std::int64_t>(address) + byte};
+            };
+            strand.bases.push_back({side(src_, src, src_first_layer_ + l, src_byte, src_tensors_),
+                                    side(dst_, dst, dst_first_layer_ + l, dst_byte, dst_tensors_)});
+          }
+          if (layers_ > 0) strands.push_back(std::move(strand));
         }
       }
     }

@@ -16,11 +16,12 @@
 
 namespace kvstride::plan {
 
-/// `extent` steps of `src` and `dst` bytes.
+/// `extent` steps of `src` and `dst` bytes and, where each head has its scale, of `head` heads.
 struct Loop {
   std::int64_t extent;
   std::int64_t src;
   std::int64_t dst;
+  std::int64_t head = 0;
   bool operator==(const Loop&) const = default;
 };
 
@@ -28,8 +29,8 @@ struct Loop {
 struct Cast {
   DType src{};
   DType dst{};
-  float scale = 1.0F;
   bool active = false;
+  std::vector<float> scales{1.0F};  ///< one, or one for each head that the loops count from 0
   bool operator==(const Cast&) const = default;
 };
 
@@ -171,11 +172,12 @@ void coalesce(std::vector<Loop>& loops, std::int64_t& run, bool join);
 /// Joins bases whose runs touch on both sides, and splits by run; repeated until nothing changes.
 std::vector<Strand> join_strands(std::vector<Strand> strands);
 
-/// (offset, loops) pieces that cover `count` indices of an axis on both sides.
+/// (offset, loops) pieces that cover `count` indices of an axis on both sides; loops from the outermost digit inwards.
 struct Piece {
   std::int64_t src;
   std::int64_t dst;
   std::vector<Loop> loops;
+  std::int64_t head = 0;  ///< index of the first
 };
 std::vector<Piece> refine(const std::vector<Mode>& src, std::int64_t src_first, const std::vector<Mode>& dst,
                           std::int64_t dst_first, std::int64_t count);

@@ -94,7 +94,10 @@ void coalesce(std::vector<Loop>& loops, std::int64_t& run, bool join) {
       for (std::size_t j = 0; j < loops.size() && !again; ++j) {
         const Loop& outer = loops[i];
         const Loop& inner = loops[j];
-        if (i == j || outer.src != inner.src * inner.extent || outer.dst != inner.dst * inner.extent) continue;
+        if (i == j || outer.src != inner.src * inner.extent || outer.dst != inner.dst * inner.extent ||
+            outer.head != inner.head * inner.extent) {
+          continue;
+        }
         loops[j].extent *= outer.extent;
         loops.erase(loops.begin() + static_cast<std::ptrdiff_t>(i));
         again = true;
