@@ -69,11 +69,11 @@ TEST(Threads, CallersDoNotDisturbEachOther) {
 }
 
 TEST(Threads, AForkedChildHasAPoolOfItsOwn) {
-  cpu::parallel_for(3, [](int) {});
+  cpu::parallel_for(3, 3, [](int) {});
   const pid_t child = fork();
   if (child == 0) {
     std::atomic<int> sum{0};
-    cpu::parallel_for(4, [&](int i) { sum += i; });
+    cpu::parallel_for(4, 4, [&](int i) { sum += i; });
     _exit(sum == 6 ? 0 : 1);
   }
   int status = 0;

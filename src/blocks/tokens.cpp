@@ -177,8 +177,7 @@ void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key
   };
   const auto keys = program_for("key", key, key_plane, key_scale);
   const auto values = program_for("value", value, value_plane, value_scale);
-  keys->run(values->num_bytes());
-  values->run(keys->num_bytes());
+  plan::Program::run_all({keys.get(), values.get()});
 }
 
 }  // namespace kvstride

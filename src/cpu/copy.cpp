@@ -25,6 +25,15 @@ using plan::Loop;
 
 template <std::int64_t kBytes>
 void fixed_runs(std::byte* dst, const std::byte* src, const Loop& loop) {
+  constexpr std::int64_t kScattered = 16;  // bytes from write to write that make lines worth asking for
+  constexpr std::int64_t kAhead = 32;
+  if (loop.dst >= kScattered && loop.dst > kBytes && loop.extent >= kAhead) {
+    for (std::int64_t i = 0; i < loop.extent; ++i) {
+      hwy::Prefetch(dst + (i + kAhead) * loop.dst);
+      std::memcpy(dst + i * loop.dst, src + i * loop.src, kBytes);
+    }
+    return;
+  }
   for (std::int64_t i = 0; i < loop.extent; ++i) std::memcpy(dst + i * loop.dst, src + i * loop.src, kBytes);
 }
 
@@ -165,19 +174,39 @@ void flush_unit(std::byte* dst, std::byte* buffer, const Unit& unit) {
          [&](std::byte* to, const std::byte* from) { stream_run(to, from, unit.flush_run); });
 }
 
+/// Steps through nested loops.
+struct Steps {
+  const Loop* loops;
+  std::size_t num_loops;
+  const std::byte* src;
+  std::byte* dst;
+  std::int64_t head = 0;
+  std::int64_t at[kMaxLoops + 2] = {};
+  bool more = true;
+
+  HWY_INLINE void next() {
+    for (std::size_t i = num_loops; i-- > 0;) {
+      src += loops[i].src;
+      dst += loops[i].dst;
+      head += loops[i].head;
+      if (++at[i] < loops[i].extent) return;
+      src -= loops[i].src * loops[i].extent;
+      dst -= loops[i].dst * loops[i].extent;
+      head -= loops[i].head * loops[i].extent;
+      at[i] = 0;
+    }
+    more = false;
+  }
+};
+
 /// Calls `one(dst, src, head, ahead)` for each unit.
 template <class One>
 void each_unit(std::byte* dst, const std::byte* src, std::int64_t head, const Unit& unit, const One& one) {
-  if (unit.num_outer == 0) return one(dst, src, head, Ahead{nullptr, nullptr, 0});
-  const Loop& step = unit.outer[unit.num_outer - 1];
-  around_heads(dst, src, head, unit.outer, unit.num_outer - 1,
-               [&](std::byte* to, const std::byte* from, std::int64_t first) {
-                 for (std::int64_t i = 0; i < step.extent; ++i) {
-                   const bool more = i + 1 < step.extent;
-                   one(to + i * step.dst, from + i * step.src, first + i * step.head,
-                       Ahead{from + (i + 1) * step.src, unit.lines, more ? unit.num_lines : 0});
-                 }
-               });
+  Steps now{unit.outer, unit.num_outer, src, dst, head};
+  Steps next = now;
+  for (next.next(); now.more; now.next(), next.next()) {
+    one(now.dst, now.src, now.head, Ahead{next.src, unit.lines, next.more ? unit.num_lines : 0});
+  }
 }
 
 /// Elements and short runs, unit by unit.
@@ -195,16 +224,21 @@ void copy_units(std::byte* dst, const std::byte* src, const Loop* loops, std::si
 void fetch_unit(std::byte* staging, const std::byte* src, std::int64_t head, const Unit& unit, CastRows convert,
                 const std::vector<float>& scales, Ahead& ahead) {
   const auto scale_of = [&](std::int64_t at) { return scales[scales.size() == 1 ? 0 : static_cast<std::size_t>(at)]; };
+  constexpr std::int64_t kCall = 512;  // elements of one call, between which lines are asked for
   std::size_t outer = unit.num_fetch;
   Loop rows{1, 0, 0};
   // The innermost loop is rows of one call where they have one scale and lie side by side in the buffer.
   if (outer > 0 && (unit.fetch[outer - 1].head == 0 || scales.size() == 1)) rows = unit.fetch[--outer];
-  std::int64_t calls = 1;
+  const std::int64_t together = std::clamp<std::int64_t>(kCall / unit.fetch_run, 1, rows.extent);
+  std::int64_t calls = (rows.extent + together - 1) / together;
   for (std::size_t i = 0; i < outer; ++i) calls *= unit.fetch[i].extent;
   const std::size_t lines = ahead.left / static_cast<std::size_t>(calls) + 1;
   around_heads(staging, src, head, unit.fetch, outer, [&](std::byte* to, const std::byte* from, std::int64_t at) {
-    convert(to, from, unit.fetch_run, rows.extent, rows.src, scale_of(at));
-    for (std::size_t i = 0; i < lines && ahead.left > 0; ++i) ahead.step<64>();
+    for (std::int64_t row = 0; row < rows.extent; row += together) {
+      for (std::size_t i = 0; i < lines && ahead.left > 0; ++i) ahead.step<64>();
+      convert(to + row * rows.dst, from + row * rows.src, unit.fetch_run, std::min(together, rows.extent - row),
+              rows.src, scale_of(at));
+    }
   });
 }
 
@@ -223,28 +257,6 @@ void cast_units(std::byte* dst, const std::byte* src, const Loop* loops, std::si
     if (unit.buffered) flush_unit(to, buffer, unit);
   });
 }
-
-/// Steps through nested loops.
-struct Steps {
-  const Loop* loops;
-  std::size_t num_loops;
-  const std::byte* src;
-  std::byte* dst;
-  std::int64_t at[kMaxLoops] = {};
-  bool more = true;
-
-  HWY_INLINE void next() {
-    for (std::size_t i = num_loops; i-- > 0;) {
-      src += loops[i].src;
-      dst += loops[i].dst;
-      if (++at[i] < loops[i].extent) return;
-      src -= loops[i].src * loops[i].extent;
-      dst -= loops[i].dst * loops[i].extent;
-      at[i] = 0;
-    }
-    more = false;
-  }
-};
 
 /// Rows past the caches in the destination's order, while the sources of later ones are asked for.
 void stream_rows(std::byte* dst, const std::byte* src, const Loop* loops, std::size_t num_loops, std::int64_t run) {

@@ -55,10 +55,10 @@ namespace {
 /// One job at a time; workers take indices until none is left.
 class Pool {
  public:
-  void run(int count, const std::function<void(int)>& work) {
+  void run(int threads, int count, const std::function<void(int)>& work) {
     {
       const std::lock_guard lock(mutex_);
-      while (static_cast<int>(workers_) < count - 1) {
+      while (workers_ < threads - 1) {
         std::thread(&Pool::wait_for_work, this).detach();
         ++workers_;
       }
@@ -66,6 +66,7 @@ class Pool {
       next_ = 0;
       count_ = count;
       left_ = count;
+      places_ = threads - 1;
       ++job_;
     }
     ready_.notify_all();
@@ -96,6 +97,8 @@ class Pool {
         std::unique_lock lock(mutex_);
         ready_.wait(lock, [&] { return job_ != seen; });
         seen = job_;
+        if (places_ == 0) continue;
+        --places_;
       }
       take();
     }
@@ -108,6 +111,7 @@ class Pool {
   int next_ = 0;
   int count_ = 0;
   int left_ = 0;
+  int places_ = 0;  // workers that may still join the job
   long job_ = 0;
   int workers_ = 0;
 };
@@ -123,8 +127,8 @@ void forget() {
 
 }  // namespace
 
-void parallel_for(int count, const std::function<void(int)>& work) {
-  if (count > 1 && !busy.exchange(true, std::memory_order_acquire)) {
+void parallel_for(int threads, int count, const std::function<void(int)>& work) {
+  if (threads > 1 && count > 1 && !busy.exchange(true, std::memory_order_acquire)) {
     Pool* mine = pool.load();
     if (mine == nullptr) {
       static const int at_fork = pthread_atfork(nullptr, nullptr, forget);
@@ -132,7 +136,7 @@ void parallel_for(int count, const std::function<void(int)>& work) {
       mine = new Pool;
       pool.store(mine);
     }
-    mine->run(count, work);
+    mine->run(threads, count, work);
     busy.store(false, std::memory_order_release);
     return;
   }

@@ -6,9 +6,9 @@
 
 namespace kvstride::cpu {
 
-/// Calls `work(i)` for i from 0 to count − 1, on the calling thread and on those of the pool, and waits. Where another
-/// call is using the pool, or after a fork in a child whose parent had one, everything runs on the calling thread or
-/// on a new pool: callers never wait for each other. `work` must not throw.
-void parallel_for(int count, const std::function<void(int)>& work);
+/// Calls `work(i)` for i from 0 to count − 1, on the calling thread and `threads` − 1 of the pool, and waits. Where
+/// another call is using the pool, or after a fork in a child whose parent had one, everything runs on the calling
+/// thread or on a new pool: callers never wait for each other. `work` must not throw.
+void parallel_for(int threads, int count, const std::function<void(int)>& work);
 
 }  // namespace kvstride::cpu

@@ -3,6 +3,7 @@
 #include "plan/program.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -153,42 +154,39 @@ void Program::bind_slots(std::span<const std::int64_t> src_slots, std::span<cons
     }
   }
   bound_.clear();
-  std::pmr::vector<std::int64_t> written(&memory_);
-  written.reserve(count);
+  std::pmr::vector<Entry> moves(&memory_);
+  moves.reserve(count);
+  bool sorted = true;
   for (std::size_t i = 0; i < count; ++i) {
-    const std::int64_t dst = dst_slots.empty() ? static_cast<std::int64_t>(i) : dst_slots[i];
-    if (skip_negative && dst < 0) continue;
-    check_slot("source", i, src_slots.empty() ? static_cast<std::int64_t>(i) : src_slots[i], src_);
-    check_slot("destination", i, dst, dst_);
-    written.push_back(dst);
+    const auto counted = static_cast<std::int64_t>(i);
+    const Entry move{src_slots.empty() ? counted : src_slots[i], dst_slots.empty() ? counted : dst_slots[i]};
+    if (skip_negative && move.dst < 0) continue;
+    check_slot("source", i, move.src, src_);
+    check_slot("destination", i, move.dst, dst_);
+    sorted = sorted && (moves.empty() || moves.back().dst < move.dst);
+    moves.push_back(move);
   }
-  if (!std::is_sorted(written.begin(), written.end())) std::sort(written.begin(), written.end());
-  const auto twice = std::adjacent_find(written.begin(), written.end());
-  if (twice != written.end()) {
-    throw Error(ErrorCode::kArgument, fmt::format("{}: destination slot {} is given twice", recipe_->verb(), *twice));
+  // Tokens of one block follow each other: in some layouts they share lines.
+  if (!sorted) std::sort(moves.begin(), moves.end(), [](const Entry& a, const Entry& b) { return a.dst < b.dst; });
+  const auto twice =
+      std::adjacent_find(moves.begin(), moves.end(), [](const Entry& a, const Entry& b) { return a.dst == b.dst; });
+  if (twice != moves.end()) {
+    throw Error(ErrorCode::kArgument,
+                fmt::format("{}: destination slot {} is given twice", recipe_->verb(), twice->dst));
   }
   // Consecutive slots on both sides are one entry.
   const std::int64_t src_size = src_.geometry().block_size;
   const std::int64_t dst_size = dst_.geometry().block_size;
-  const auto at = [&](std::span<const std::int64_t> slots, std::size_t i) {
-    return slots.empty() ? static_cast<std::int64_t>(i) : slots[i];
-  };
-  for (std::size_t i = 0; i < count;) {
-    const std::int64_t src = at(src_slots, i);
-    const std::int64_t dst = at(dst_slots, i);
-    if (dst < 0) {
-      ++i;
-      continue;
-    }
-    const std::int64_t room =
-        std::min({static_cast<std::int64_t>(count - i), src_size - src % src_size, dst_size - dst % dst_size});
+  for (auto first = moves.begin(); first != moves.end();) {
+    const std::int64_t room = std::min(src_size - first->src % src_size, dst_size - first->dst % dst_size);
     std::int64_t n = 1;
-    while (n < room && at(src_slots, i + static_cast<std::size_t>(n)) == src + n &&
-           at(dst_slots, i + static_cast<std::size_t>(n)) == dst + n) {
+    auto next = first + 1;
+    while (n < room && next != moves.end() && next->src == first->src + n && next->dst == first->dst + n) {
+      ++next;
       ++n;
     }
-    add(n, src, dst);
-    i += static_cast<std::size_t>(n);
+    add(n, first->src, first->dst);
+    first = next;
   }
 }
 
@@ -245,11 +243,12 @@ namespace {
 
 constexpr std::int64_t kLine = 64;
 
-/// Bytes of a call from which on writing past the caches is worth it.
+/// Bytes of a call from which on writing past the caches is worth it: what would drive everything else out of the
+/// second one. KVSTRIDE_STREAM_BYTES overrides it.
 std::int64_t stream_threshold() {
   static const std::int64_t threshold = [] {
-    const char* given = std::getenv("KVSTRIDE_STREAM_BYTES");
-    return given != nullptr ? std::atoll(given) : std::int64_t{4} << 20;
+    if (const char* given = std::getenv("KVSTRIDE_STREAM_BYTES")) return std::int64_t{std::atoll(given)};
+    return std::max<std::int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE), std::int64_t{1} << 20);
   }();
   return threshold;
 }
@@ -301,15 +300,27 @@ void Program::run_part(Part part, bool stream) const {
   if (stream) cpu::fence();
 }
 
-void Program::run(std::int64_t also) const {
+void Program::run() const { run_all({this}); }
+
+void Program::run_all(std::initializer_list<const Program*> programs) {
   constexpr std::int64_t kShare = std::int64_t{1} << 19;  // bytes below which a thread is not worth waking
-  const std::int64_t bytes = num_bytes();
-  const bool stream = bytes + also >= stream_threshold();
+  constexpr std::int64_t kPart = std::int64_t{1} << 18;   // bytes of one part: threads that start late take fewer
+  std::int64_t bytes = 0;
+  for (const Program* program : programs) bytes += program->num_bytes();
+  const bool stream = bytes >= stream_threshold();
+  const auto run_part_of_all = [&](Part part) {
+    for (const Program* program : programs) {
+      const std::int64_t size = program->num_bytes();
+      if (part.begin < size && part.end > 0) program->run_part(part, stream);
+      part = {part.begin - size, part.end - size};
+    }
+  };
   const auto threads =
       static_cast<int>(std::min<std::int64_t>(num_threads(), std::max<std::int64_t>(bytes / kShare, 1)));
-  if (threads == 1) return run_part({0, bytes}, stream);
-  const auto edge = [&](int i) { return i == threads ? bytes : bytes / threads * i / kLine * kLine; };
-  cpu::parallel_for(threads, [&](int i) { run_part({edge(i), edge(i + 1)}, stream); });
+  if (threads == 1) return run_part_of_all({0, bytes});
+  const auto parts = static_cast<int>(std::clamp<std::int64_t>(bytes / kPart, threads, 4L * threads));
+  const auto edge = [&](int i) { return i == parts ? bytes : bytes / parts * i / kLine * kLine; };
+  cpu::parallel_for(threads, parts, [&](int i) { run_part_of_all({edge(i), edge(i + 1)}); });
 }
 
 }  // namespace kvstride::plan

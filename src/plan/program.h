@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <memory_resource>
@@ -48,9 +49,10 @@ class Program {
 
   /// Throws where bytes that are read meet bytes that are written, or the destination is read-only.
   void check_memory() const;
-  /// Runs all entries of all nests; no checks. `also` bytes are written by the caller besides: large calls go past the
-  /// caches.
-  void run(std::int64_t also = 0) const;
+  /// Runs all entries of all nests; no checks.
+  void run() const;
+  /// Several programs as one: large ones go past the caches, and are split over threads by bytes.
+  static void run_all(std::initializer_list<const Program*> programs);
 
   std::span<const Bound> bound() const { return {bound_.data(), bound_.size()}; }
   const Recipe& recipe() const { return *recipe_; }
