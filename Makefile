@@ -105,7 +105,7 @@ test-long: test test-pythons ## Too long for every day: other CPythons, older vL
 	$(MAKE) asan tsan
 	$(MAKE) fuzz FUZZ_SECONDS=600
 
-asan tsan: $(DEV)/.tools ## The C++ tests under AddressSanitizer and UBSan, or ThreadSanitizer
+asan scalar tsan: $(DEV)/.tools ## The C++ tests with AddressSanitizer and UBSan, without vectors, or with ThreadSanitizer
 	@cmake --preset $@ -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }
 	cmake --build --preset $@
 	ctest --preset $@

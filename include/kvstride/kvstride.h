@@ -4,6 +4,7 @@
 
 #include "kvstride/blocks.h"
 #include "kvstride/cache.h"
+#include "kvstride/cpu.h"
 #include "kvstride/detect.h"
 #include "kvstride/dtype.h"
 #include "kvstride/error.h"

@@ -6,7 +6,7 @@ keys and values through zero-copy views, and copy, swap and convert blocks betwe
 """
 
 from . import _pickle as _pickle
-from ._core import Entry, Geometry, Layout, Reading, layout, num_threads, registry, version
+from ._core import Entry, Geometry, Layout, Reading, instruction_sets, layout, num_threads, registry, version
 from .blocks import (
     convert_blocks,
     copy_blocks,
@@ -59,6 +59,7 @@ __all__ = [
     "detect",
     "expand_block_ids",
     "gather_tokens",
+    "instruction_sets",
     "layout",
     "num_threads",
     "probe",

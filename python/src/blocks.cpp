@@ -174,6 +174,10 @@ void bind_blocks(nb::module_& m) {
       nb::arg("cache"), nb::arg("layer"), nb::arg("key"), nb::arg("key_dtype"), nb::arg("key_shape"),
       nb::arg("key_strides"), nb::arg("value"), nb::arg("value_dtype"), nb::arg("value_shape"),
       nb::arg("value_strides"), nb::arg("slots"), nb::arg("key_scale"), nb::arg("value_scale"));
+  m.def(
+      "instruction_sets", &instruction_sets,
+      "Instruction sets that the kernels can use here, best first; the first is used, or the one that the environment "
+      "variable KVSTRIDE_CPU_TARGET names.");
   m.def("num_threads", &num_threads, "Threads that large calls are split over.");
   m.def("set_num_threads", &set_num_threads, nb::arg("threads"),
         "Set them for calls that start later; 0 goes back to the default (KVSTRIDE_NUM_THREADS, or the process's "

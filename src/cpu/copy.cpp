@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/cast.h"
+#include "cpu/target.h"
 #include "cpu/unit.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -361,6 +362,9 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace kvstride::cpu {
+
+// Before any kernel runs: at the start of the process.
+[[maybe_unused]] const bool kChosen = choose_target();
 
 HWY_EXPORT(CopyLoops);
 

@@ -283,8 +283,57 @@ void run_group(std::byte* to, const std::byte* from, const Loop* loops, std::siz
 
 }  // namespace
 
+namespace {
+
+/// Runs that wait for their source's lines: each is asked for when it is put in, and copied some runs later.
+class Waiting {
+ public:
+  explicit Waiting(bool stream) : stream_(stream) {}
+
+  void put(std::byte* to, const std::byte* from, std::int64_t run) {
+    constexpr std::int64_t kAhead = 4096;  // bytes that wait; longer runs are left to the CPU's own prefetching
+    if (run >= kAhead) {
+      drain();
+      return cpu::copy(to, from, nullptr, 0, run, stream_);
+    }
+    for (std::int64_t i = 0; i < run; i += kLine) __builtin_prefetch(from + i);
+    runs_[(first_ + count_) % kMax] = {to, from, run};
+    ++count_;
+    bytes_ += run;
+    while (bytes_ > kAhead || count_ == kMax) take();
+  }
+  void drain() {
+    while (count_ > 0) take();
+  }
+
+ private:
+  struct Run {
+    std::byte* to;
+    const std::byte* from;
+    std::int64_t bytes;
+  };
+  static constexpr std::size_t kMax = 32;
+
+  void take() {
+    const Run& run = runs_[first_];
+    cpu::copy(run.to, run.from, nullptr, 0, run.bytes, stream_);
+    bytes_ -= run.bytes;
+    first_ = (first_ + 1) % kMax;
+    --count_;
+  }
+
+  bool stream_;
+  std::array<Run, kMax> runs_;
+  std::size_t first_ = 0;
+  std::size_t count_ = 0;
+  std::int64_t bytes_ = 0;
+};
+
+}  // namespace
+
 void Program::run_part(Part part, bool stream) const {
   std::int64_t at = 0;
+  Waiting waiting(stream);
   for (const Bound& one : bound_) {
     const Part here{part.begin - at, part.end - at};
     plan::walk(*one.nest, one.entries, here,
@@ -292,11 +341,12 @@ void Program::run_part(Part part, bool stream) const {
                    std::int64_t start) {
                  const auto* from = reinterpret_cast<const std::byte*>(src.byte + shift_);
                  auto* to = reinterpret_cast<std::byte*>(dst.byte);
-                 if (strand.outer) return cpu::copy(to, from, loops, num, run, stream);  // cut by the walk
+                 if (strand.outer) return waiting.put(to, from, run);  // cut by the walk
                  run_group(to, from, loops, num, strand, run, {here.begin - start, here.end - start}, stream);
                });
     at += one.nest->entry_bytes * static_cast<std::int64_t>(one.entries.size());
   }
+  waiting.drain();
   if (stream) cpu::fence();
 }
 

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// The choice of an instruction set.
+#include "cpu/target.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <hwy/targets.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string_view>
+
+#include "kvstride/cpu.h"
+
+namespace kvstride {
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> out;
+  const auto available = static_cast<std::int64_t>(hwy::SupportedTargets() & HWY_TARGETS);
+  for (std::int64_t bit = 1; bit > 0 && bit <= available; bit <<= 1) {  // better sets have lower bits
+    if ((available & bit) != 0) out.emplace_back(hwy::TargetName(bit));
+  }
+  return out;
+}
+
+namespace cpu {
+
+bool choose_target() {
+  const char* wanted = std::getenv("KVSTRIDE_CPU_TARGET");
+  if (wanted == nullptr || *wanted == '\0') return false;
+  const auto available = static_cast<std::int64_t>(hwy::SupportedTargets() & HWY_TARGETS);
+  for (std::int64_t bit = 1; bit > 0 && bit <= available; bit <<= 1) {
+    if ((available & bit) == 0 || std::string_view(hwy::TargetName(bit)) != wanted) continue;
+    hwy::DisableTargets(bit - 1);  // those that are better
+    return true;
+  }
+  std::fprintf(stderr, "kvstride: KVSTRIDE_CPU_TARGET is '%.40s', ignored: this machine has %s\n", wanted,
+               fmt::format("{}", fmt::join(instruction_sets(), ", ")).c_str());
+  return false;
+}
+
+}  // namespace cpu
+}  // namespace kvstride
