@@ -100,8 +100,7 @@ void cast(Memory& src, Memory& dst, const std::vector<Pair>& pairs, const PlanOp
 TEST(Kernels, CopiesMatchTheOracle) {
   for (const Case& one : kCases) {
     for (const DType dtype : {DType::kU8, DType::kBF16, DType::kF32}) {
-      for (const auto& [block_size, heads, dim] :
-           {std::array<std::int64_t, 3>{16, 2, 64}, {48, 3, 80}, {16, 1, 576}}) {
+      for (const auto& [block_size, heads, dim] : {std::array<std::int64_t, 3>{16, 2, 64}, {48, 3, 80}, {16, 1, 576}}) {
         const Geometry g = geometry(block_size, heads, dim, dtype);
         Memory src(Layout(one.src, g), 7);
         Memory dst(Layout(one.dst, g));

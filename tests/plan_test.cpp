@@ -59,6 +59,60 @@ TEST(Plan, C62PiecesOfATensorParallelSlice) {
   EXPECT_EQ(plan.sizes(), (Sizes{{16384, 2}}));
 }
 
+TEST(Plan, RecipesAreKeptByCachesAndRanges) {
+  test::Memory a(Layout("B KV N H D", test::small_geometry()), 1);
+  test::Memory b(Layout("B KV H N D", test::small_geometry()));
+  const Cache src = a.cache();
+  const Cache dst = b.cache();
+  const auto recipe = plan::recipe_for("verb", src, dst, {});
+  EXPECT_EQ(plan::recipe_for("verb", src, dst, {}), recipe);
+  EXPECT_EQ(plan::recipe_for("verb", Cache(src), dst, {}), recipe) << "a copy is the same cache";
+  EXPECT_NE(plan::recipe_for("other", src, dst, {}), recipe);
+  EXPECT_NE(plan::recipe_for("verb", dst, src, {}), recipe);
+  EXPECT_NE(plan::recipe_for("verb", a.cache(), dst, {}), recipe) << "another cache over the same memory";
+  plan::BuildOptions one_layer;
+  one_layer.plan.layers = Range{1, 1};
+  EXPECT_NE(plan::recipe_for("verb", src, dst, one_layer), recipe);
+  EXPECT_EQ(plan::recipe_for("verb", src, dst, one_layer)->options(), one_layer);
+  // Only the latest are kept; a recipe in use stays whole.
+  for (int i = 0; i < 100; ++i) plan::recipe_for("verb", a.cache(), b.cache(), {});
+  EXPECT_NE(plan::recipe_for("verb", src, dst, {}), recipe);
+  plan::Program program(recipe);
+  EXPECT_EQ(program.bind(std::vector<Pair>{{0, 1}}), 1);
+  EXPECT_GT(program.num_copies(), 0);
+}
+
+TEST(Plan, ACheckThatThrowsKeepsNothing) {
+  test::Memory a(Layout("B KV N H D", test::small_geometry()), 1);
+  test::Memory b(Layout("B KV H N D", test::small_geometry()));
+  const Cache src = a.cache();
+  const Cache dst = b.cache();
+  const std::vector<Pair> pairs{{0, 0}};
+  for (int i = 0; i < 2; ++i) EXPECT_THROW(swap_blocks(src, dst, pairs), Error);
+}
+
+/// Two caches whose blocks alternate in one buffer never meet; a block of one that is also one of the other does.
+TEST(Plan, MemoryIsComparedExactlyWhateverItsSize) {
+  constexpr std::int64_t kBlocks = 300'000;  // more copies than a window of the comparison holds
+  Geometry g = geometry(1, kBlocks, 1, 4);
+  g.block_size = 1;
+  const Layout layout("B[300000]@32 KV D", g);
+  std::vector<std::byte> buffer(static_cast<std::size_t>(layout.num_bytes()) + 32);
+  const Cache even({buffer.data()}, layout);
+  const Cache odd({buffer.data() + 16}, layout);
+  std::vector<Pair> pairs;
+  for (std::int64_t i = 0; i < kBlocks; ++i) pairs.push_back({i, (i + 1) % kBlocks});
+  EXPECT_EQ(convert_blocks(even, odd, pairs), kBlocks);
+  // Block i of this one is block i + 1 of `even`.
+  g.num_blocks = kBlocks - 1;
+  const Cache shifted({buffer.data() + 32}, Layout("B[299999]@32 KV D", g));
+  pairs.clear();
+  for (std::int64_t i = 0; i < kBlocks / 2; ++i) pairs.push_back({2 * i, 2 * i});  // reads even blocks, writes odd ones
+  EXPECT_EQ(convert_blocks(even, shifted, pairs), kBlocks / 2);
+  pairs.back().src = pairs.front().dst + 1;  // the last one reads what the first one writes
+  EXPECT_THROW(convert_blocks(even, shifted, pairs), Error);
+}
+
 TEST(Plan, RunsAreAsLongAsBothLayoutsAllow) {
   const Geometry g = geometry(2, 8);
   const auto sizes = [&](const char* from, const char* to) {

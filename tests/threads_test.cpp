@@ -4,6 +4,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
+#include <future>
+#include <mutex>
+#include <set>
 #include <thread>
 
 #include "cpu/pool.h"
@@ -79,6 +84,41 @@ TEST(Threads, AForkedChildHasAPoolOfItsOwn) {
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+TEST(Threads, C93CallersNeverWaitForAPoolThatIsBusy) {
+  std::promise<void> entered;
+  std::promise<void> release;
+  std::shared_future<void> released = release.get_future().share();
+  std::atomic<bool> first{true};
+  std::thread holder([&] {
+    cpu::parallel_for(2, 2, [&](int) {
+      if (first.exchange(false)) entered.set_value();
+      released.wait();
+    });
+  });
+  entered.get_future().wait();  // the pool is taken, and stays so until these return
+  std::vector<std::thread> callers;
+  std::atomic<int> done{0};
+  for (int i = 0; i < 100; ++i) {
+    callers.emplace_back([&] { cpu::parallel_for(2, 4, [&](int) { ++done; }); });
+  }
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(done, 400);
+  release.set_value();
+  holder.join();
+}
+
+TEST(Threads, AJobHasNoMoreThreadsThanItAskedFor) {
+  cpu::parallel_for(8, 8, [](int) {});  // the pool has seven workers now
+  std::mutex mutex;
+  std::set<std::thread::id> seen;
+  cpu::parallel_for(2, 64, [&](int) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const std::lock_guard lock(mutex);
+    seen.insert(std::this_thread::get_id());
+  });
+  EXPECT_LE(seen.size(), 2U);
 }
 
 TEST(Threads, C91WhatIsBoundIsACopyOfTheIds) {

@@ -89,22 +89,15 @@ HWY_INLINE VF decode_vector(VU bits) {
   return hn::BitCast(f, hn::Or(out, sign));
 }
 
-/// f8_e4m3 and f8_e5m2 by way of f16, whose fields theirs fit: an e4m3 moved into place is its value times 2^-8.
-template <DType kType>
-HWY_INLINE VF decode_f8(const std::byte* from) {
+/// f8_e4m3 by way of f16, whose fields its own fit: moved into place it is its value times 2^-8. NaN would be 480.
+HWY_INLINE VF decode_e4m3(const std::byte* from) {
   const VHalf bits = hn::PromoteTo(half, hn::LoadU(Byte(), as<std::uint8_t>(from)));
-  if constexpr (kType == DType::kF8E4M3) {
-    const VHalf magnitude = hn::ShiftLeft<7>(hn::And(bits, hn::Set(half, 0x7F)));
-    const VHalf sign = hn::ShiftLeft<8>(hn::And(bits, hn::Set(half, 0x80)));
-    const auto nan = hn::Eq(magnitude, hn::Set(half, 0x3F80));
-    const VHalf moved = hn::Or(hn::IfThenElse(nan, hn::Set(half, 0x7E00), magnitude), sign);
-    return hn::Mul(hn::PromoteTo(f, hn::BitCast(Float16(), moved)), hn::Set(f, 256.0F));
-  } else {
-    const VHalf moved = hn::ShiftLeft<8>(bits);
-    const auto nan = hn::Gt(hn::And(moved, hn::Set(half, 0x7FFF)), hn::Set(half, 0x7C00));
-    const VHalf quiet = hn::Or(hn::And(moved, hn::Set(half, 0x8000)), hn::Set(half, 0x7E00));
-    return hn::PromoteTo(f, hn::BitCast(Float16(), hn::IfThenElse(nan, quiet, moved)));
-  }
+  const VHalf magnitude = hn::ShiftLeft<7>(hn::And(bits, hn::Set(half, 0x7F)));
+  const VHalf moved = hn::Or(magnitude, hn::ShiftLeft<8>(hn::And(bits, hn::Set(half, 0x80))));
+  const VF value = hn::Mul(hn::PromoteTo(f, hn::BitCast(Float16(), moved)), hn::Set(f, 256.0F));
+  const auto is_nan = hn::RebindMask(u, hn::Eq(hn::Abs(value), hn::Set(f, 480.0F)));
+  const VU to_nan = hn::Set(u, 0x7FC00000U - 0x43F00000U);  // from 480's bits, whatever the sign
+  return hn::BitCast(f, hn::Add(hn::BitCast(u, value), hn::IfThenElseZero(is_nan, to_nan)));
 }
 
 template <DType kType>
@@ -115,8 +108,8 @@ HWY_INLINE VF load(const std::byte* from) {
     return hn::BitCast(f, hn::ShiftLeft<16>(hn::PromoteTo(u, hn::LoadU(half, as<std::uint16_t>(from)))));
   } else if constexpr (kType == DType::kF16) {
     return decode_vector<kType>(hn::PromoteTo(u, hn::LoadU(half, as<std::uint16_t>(from))));
-  } else if constexpr (kType == DType::kF8E4M3 || kType == DType::kF8E5M2) {
-    return decode_f8<kType>(from);
+  } else if constexpr (kType == DType::kF8E4M3) {
+    return decode_e4m3(from);
   } else {
     return decode_vector<kType>(hn::PromoteTo(u, hn::LoadU(Byte(), as<std::uint8_t>(from))));
   }
