@@ -98,12 +98,13 @@ test: ctest $(ENGINE)/.kvstride ## All tests, those on an installed vLLM include
 test-pythons: dist/.wheel ## The wheel and its quick tests on CPython 3.12, 3.13 and 3.14, where PATH or pyenv has them
 	@scripts/pythons.sh $(QUICK_TESTS)
 
-test-long: test test-pythons ## Too long for every day: other CPythons, older vLLMs, more random cases, ten minutes of fuzzing a target
+test-long: test test-pythons ## Too long for every day: other CPythons, older vLLMs, more random cases, five minutes of fuzzing a target
 	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH"
 	python tests/python/old_releases.py
 	for seed in 1 2 3 4 5 6 7 8; do python -m pytest -q --hypothesis-seed=$$seed $(RANDOM_TESTS); done
 	$(MAKE) asan tsan
-	$(MAKE) fuzz FUZZ_SECONDS=600
+	$(MAKE) scalar
+	$(MAKE) fuzz FUZZ_SECONDS=300
 
 asan scalar tsan: $(DEV)/.tools ## The C++ tests with AddressSanitizer and UBSan, without vectors, or with ThreadSanitizer
 	@cmake --preset $@ -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }
