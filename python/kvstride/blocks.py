@@ -42,9 +42,11 @@ def copy_blocks(cache: Cache, pairs: Any, *, layers: Layers | None = None, null_
     BlockIndexError for an id outside the cache, ArgumentError for a destination given twice or a read-only cache.
     """
     core = core_of(cache, "copy_blocks: cache")
-    array = to_pairs(pairs, "copy_blocks: pairs")
-    null = to_optional_int(null_block, "copy_blocks: null_block")
-    return int(_core.copy_blocks(core, array, to_layers(layers, "copy_blocks"), null))
+    if layers is not None:
+        layers = to_layers(layers, "copy_blocks")
+    if null_block is not None:
+        null_block = to_int(null_block, "copy_blocks: null_block")
+    return _core.copy_blocks(core, to_pairs(pairs, "copy_blocks: pairs"), layers, null_block)
 
 
 def swap_blocks(
@@ -55,10 +57,13 @@ def swap_blocks(
     num_blocks and outer strides may differ. Raises LayoutError where the orders differ (`convert_blocks` converts),
     ArgumentError where bytes that are read and bytes that are written meet.
     """
-    ends = core_of(src, "swap_blocks: src"), core_of(dst, "swap_blocks: dst")
-    array = to_pairs(pairs, "swap_blocks: pairs")
-    null = to_optional_int(null_block, "swap_blocks: null_block")
-    return int(_core.swap_blocks(*ends, array, to_layers(layers, "swap_blocks"), null))
+    source = core_of(src, "swap_blocks: src")
+    target = core_of(dst, "swap_blocks: dst")
+    if layers is not None:
+        layers = to_layers(layers, "swap_blocks")
+    if null_block is not None:
+        null_block = to_int(null_block, "swap_blocks: null_block")
+    return _core.swap_blocks(source, target, to_pairs(pairs, "swap_blocks: pairs"), layers, null_block)
 
 
 def convert_blocks(

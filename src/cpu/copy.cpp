@@ -26,15 +26,6 @@ using plan::Loop;
 
 template <std::int64_t kBytes>
 void fixed_runs(std::byte* dst, const std::byte* src, const Loop& loop) {
-  constexpr std::int64_t kScattered = 16;  // bytes from write to write that make lines worth asking for
-  constexpr std::int64_t kAhead = 32;
-  if (loop.dst >= kScattered && loop.dst > kBytes && loop.extent >= kAhead) {
-    for (std::int64_t i = 0; i < loop.extent; ++i) {
-      hwy::Prefetch(dst + (i + kAhead) * loop.dst);
-      std::memcpy(dst + i * loop.dst, src + i * loop.src, kBytes);
-    }
-    return;
-  }
   for (std::int64_t i = 0; i < loop.extent; ++i) std::memcpy(dst + i * loop.dst, src + i * loop.src, kBytes);
 }
 
@@ -140,6 +131,31 @@ void around_heads(std::byte* dst, const std::byte* src, std::int64_t head, const
   }
 }
 
+/// Steps through nested loops.
+struct Steps {
+  const Loop* loops;
+  std::size_t num_loops;
+  const std::byte* src;
+  std::byte* dst;
+  std::int64_t head = 0;
+  std::int64_t at[kMaxLoops + 2] = {};
+  bool more = true;
+
+  HWY_INLINE void next() {
+    for (std::size_t i = num_loops; i-- > 0;) {
+      src += loops[i].src;
+      dst += loops[i].dst;
+      head += loops[i].head;
+      if (++at[i] < loops[i].extent) return;
+      src -= loops[i].src * loops[i].extent;
+      dst -= loops[i].dst * loops[i].extent;
+      head -= loops[i].head * loops[i].extent;
+      at[i] = 0;
+    }
+    more = false;
+  }
+};
+
 /// One unit to the buffer, or to its place; the lines of the next unit are asked for meanwhile.
 void move_unit(std::byte* dst, const std::byte* src, const Unit& unit, std::int64_t item, Ahead ahead) {
   const Tile tile{unit.along_dst.extent, unit.along_src.extent, unit.along_dst.src, unit.along_src.dst};
@@ -174,31 +190,6 @@ void flush_unit(std::byte* dst, std::byte* buffer, const Unit& unit) {
   around(dst, buffer, unit.flush, unit.num_flush,
          [&](std::byte* to, const std::byte* from) { stream_run(to, from, unit.flush_run); });
 }
-
-/// Steps through nested loops.
-struct Steps {
-  const Loop* loops;
-  std::size_t num_loops;
-  const std::byte* src;
-  std::byte* dst;
-  std::int64_t head = 0;
-  std::int64_t at[kMaxLoops + 2] = {};
-  bool more = true;
-
-  HWY_INLINE void next() {
-    for (std::size_t i = num_loops; i-- > 0;) {
-      src += loops[i].src;
-      dst += loops[i].dst;
-      head += loops[i].head;
-      if (++at[i] < loops[i].extent) return;
-      src -= loops[i].src * loops[i].extent;
-      dst -= loops[i].dst * loops[i].extent;
-      head -= loops[i].head * loops[i].extent;
-      at[i] = 0;
-    }
-    more = false;
-  }
-};
 
 /// Calls `one(dst, src, head, ahead)` for each unit.
 template <class One>
@@ -259,12 +250,12 @@ void cast_units(std::byte* dst, const std::byte* src, const Loop* loops, std::si
   });
 }
 
-/// Rows past the caches in the destination's order, while the sources of later ones are asked for.
+/// Rows past the caches, while the sources of later ones are asked for.
 void stream_rows(std::byte* dst, const std::byte* src, const Loop* loops, std::size_t num_loops, std::int64_t run) {
   constexpr std::int64_t kAhead = 4096;
   Loop sorted[kMaxLoops];
   std::copy(loops, loops + num_loops, sorted);
-  std::sort(sorted, sorted + num_loops, [](const Loop& a, const Loop& b) { return a.dst > b.dst; });
+  order_rows(sorted, num_loops, run);
   Steps row{sorted, num_loops, src, dst};
   Steps later = row;
   for (std::int64_t i = 0; i < kAhead && later.more; i += run) later.next();

@@ -56,13 +56,13 @@ std::int64_t divisor_below(std::int64_t extent, std::int64_t limit) {
 }
 
 /// Moves loops from `rest` to `inside` while they lengthen a run, the shorter one first.
-void fill(List& inside, List& rest, std::int64_t src_item, std::int64_t item) {
+void fill(List& inside, List& rest, std::int64_t src_item, std::int64_t item, std::int64_t limit) {
   while (rest.size > 0) {
     std::size_t taken = 0;
     List sorted = inside;  // its own order says which loops are the tile
     const std::int64_t src_run = run_of(sorted, src_item, &Loop::src, taken);
     const std::int64_t dst_run = run_of(sorted, item, &Loop::dst, taken);
-    const std::int64_t room = kUnitBytes / inside.bytes(std::max(src_item, item));
+    const std::int64_t room = limit / inside.bytes(std::max(src_item, item));
     std::size_t best = rest.size;
     const bool src_first = src_run <= dst_run;
     for (const bool first : {true, false}) {
@@ -154,7 +154,7 @@ Unit::Unit(const Loop* loops, std::size_t num_loops, std::int64_t item, std::int
       Loop first = rest.take(static_cast<std::size_t>(least - rest.loops));
       inside.add(cut(first, divisor_below(first.extent, kUnitBytes / std::max(src_item, item)), outside));
     }
-    fill(inside, rest, src_item, item);
+    fill(inside, rest, src_item, item, kUnitBytes);
   } else if (!tile && rest.size > 0) {
     const Loop last = rest.take(rest.size - 1);
     inside.add(cut(last, divisor_below(last.extent, kUnitBytes / std::max(src_item, item)), outside));
@@ -228,6 +228,18 @@ Unit::Unit(const Loop* loops, std::size_t num_loops, std::int64_t item, std::int
   num_outer = rest.size;
   std::sort(outer, outer + num_outer,
             [&](const Loop& a, const Loop& b) { return stream ? a.src > b.src : a.dst > b.dst; });
+}
+
+void order_rows(Loop* loops, std::size_t num_loops, std::int64_t run) {
+  constexpr std::int64_t kTogether = 65536;
+  List inside;
+  List rest;
+  for (std::size_t i = 0; i < num_loops; ++i) rest.add(loops[i]);
+  fill(inside, rest, run, run, kTogether);
+  const auto by_dst = [](const Loop& a, const Loop& b) { return a.dst > b.dst; };
+  std::sort(rest.loops, rest.loops + rest.size, by_dst);
+  std::sort(inside.loops, inside.loops + inside.size, by_dst);
+  std::copy(inside.loops, inside.loops + inside.size, std::copy(rest.loops, rest.loops + rest.size, loops));
 }
 
 }  // namespace kvstride::cpu

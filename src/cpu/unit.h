@@ -42,4 +42,8 @@ struct Unit {
   Unit(const plan::Loop* loops, std::size_t num_loops, std::int64_t item, std::int64_t src_item, bool stream);
 };
 
+/// Puts loops around rows of `run` bytes in order: by the destination, but so that 64 KiB that lie together in the
+/// source are read together. At most kMaxLoops.
+void order_rows(plan::Loop* loops, std::size_t num_loops, std::int64_t run);
+
 }  // namespace kvstride::cpu
