@@ -12,6 +12,8 @@ VLLM_RELEASE ?= 0.32.0
 WERROR ?= OFF
 # How long `make fuzz` runs each target.
 FUZZ_SECONDS ?= 60
+# How long `make test-long` does.
+LONG_FUZZ_SECONDS ?= 300
 # One compiler for the wheel and the release build, so that ccache compiles the library once.
 export CXX
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
@@ -104,7 +106,7 @@ test-long: test test-pythons ## Too long for every day: other CPythons, older vL
 	for seed in 1 2 3 4 5 6 7 8; do python -m pytest -q --hypothesis-seed=$$seed $(RANDOM_TESTS); done
 	$(MAKE) asan tsan
 	$(MAKE) scalar
-	$(MAKE) fuzz FUZZ_SECONDS=300
+	$(MAKE) fuzz FUZZ_SECONDS=$(LONG_FUZZ_SECONDS)
 
 asan scalar tsan: $(DEV)/.tools ## The C++ tests with AddressSanitizer and UBSan, without vectors, or with ThreadSanitizer
 	@cmake --preset $@ -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }
