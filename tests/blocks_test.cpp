@@ -186,5 +186,19 @@ TEST(Blocks, ExpandBlockIds) {
   EXPECT_THROW(expand_block_ids(std::vector<std::int64_t>{-1}, 2), Error);
 }
 
+TEST(Blocks, WriteTokensRefusesKeysThatLieWhereValuesGo) {
+  Geometry g = test::small_geometry();
+  g.num_layers = 1;
+  g.num_blocks = 2;
+  Memory cache(Layout("KV B N H D", g), 3);
+  const auto before = cache.buffers;
+  std::byte* start = cache.buffers[0].data();
+  const std::int64_t half = cache.layout.num_bytes() / 2;
+  const TokenTensor key{start + half, DType::kBF16, {4, 2, 8}, {16, 8, 1}};  // value block 0
+  const TokenTensor value{start, DType::kBF16, {4, 2, 8}, {16, 8, 1}};       // key block 0
+  EXPECT_THROW(write_tokens(cache.cache(), 0, key, value, std::vector<std::int64_t>{0, 1, 2, 3}), Error);
+  EXPECT_EQ(cache.buffers, before);
+}
+
 }  // namespace
 }  // namespace kvstride

@@ -135,5 +135,51 @@ TEST(Kernels, CastsMatchTheOracle) {
   }
 }
 
+/// Token ranges that cut a split walk backwards through the source.
+TEST(Kernels, CastsOfSourcesThatStepBackwards) {
+  Geometry g = geometry(4, 1, 8, DType::kF32);
+  g.num_blocks = 1;
+  Memory src(Layout("B KV N%2 N/2 D", g), 7);
+  g.dtype = DType::kF8E4M3;
+  const std::vector<std::int64_t> block{0};
+  for (std::int64_t first = 0; first < 3; ++first) {
+    Memory dst(Layout("B KV H D N", g));
+    Memory want = dst;
+    convert_tokens(src.cache(), dst.cache(), block, block, {first, 0, 2}, {.cast = true});
+    for (const Plane& plane : src.layout.planes()) {
+      test::for_each_index(plane, [&](Index index) {
+        if (index[2] < first || index[2] >= first + 2) return;
+        const float value = load(src.at(plane, index), DType::kF32);
+        index[2] -= first;
+        store(want.at(want.layout.plane(plane.name), index), DType::kF8E4M3, value);
+      });
+    }
+    EXPECT_TRUE(dst.buffers == want.buffers) << "from token " << first;
+  }
+}
+
+/// New tokens that are one token, expanded: the source steps by 0.
+TEST(Kernels, CastsOfExpandedTokens) {
+  Geometry g = geometry(4, 4, 8, DType::kF8E4M3);
+  g.num_blocks = 1;
+  for (const char* order : {"B KV N D H", "B KV H D N", "B KV N H D"}) {
+    for (const std::array<std::int64_t, 3>& strides : {std::array<std::int64_t, 3>{8, 0, 1}, {0, 8, 1}, {0, 0, 1}}) {
+      std::vector<float> values(64);
+      for (std::size_t i = 0; i < values.size(); ++i) values[i] = 0.25F * static_cast<float>(i + 1);
+      const TokenTensor key{reinterpret_cast<const std::byte*>(values.data()), DType::kF32, {4, 4, 8}, strides};
+      Memory dst(Layout(order, g));
+      write_tokens(dst.cache(), 0, key, key, std::vector<std::int64_t>{0, 1, 2, 3});
+      for (const Plane& plane : dst.layout.planes()) {
+        test::for_each_index(plane, [&](Index index) {
+          const std::int64_t at = index[2] * strides[0] + index[3] * strides[1] + index[4];
+          std::byte want{};
+          store(&want, DType::kF8E4M3, values[static_cast<std::size_t>(at)]);
+          EXPECT_EQ(*dst.at(plane, index), want) << order;
+        });
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kvstride

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Plans: how many copies of which sizes, before anything moves.
 #include <gtest/gtest.h>
+#include <malloc.h>
 
 #include <set>
 
@@ -169,6 +170,33 @@ TEST(Refine, CoversEveryIndexOnce) {
       ASSERT_EQ(got, want) << first << " " << count;
     }
   }
+}
+
+TEST(Plan, BindingAgainTakesNoMoreMemory) {
+  const Geometry g = geometry(1, 1000);
+  const Layout layout("B KV N H D", g);
+  Plan plan(layout, layout);
+  std::vector<Pair> pairs;
+  for (std::int64_t i = 0; i < 1000; ++i) pairs.push_back({i, i});
+  plan.bind(pairs);
+  const auto before = mallinfo2().uordblks;
+  for (int i = 0; i < 1000; ++i) plan.bind(pairs);
+  EXPECT_LT(mallinfo2().uordblks, before + (std::size_t{1} << 20));
+}
+
+TEST(Plan, AFailedBindLeavesNothingBound) {
+  const Layout layout("B KV N H D", geometry(1, 4));
+  Plan plan(layout, layout);
+  const std::vector<std::int64_t> ids{0, 1};
+  const auto bound_then = [&](const std::function<void()>& call) {
+    plan.bind(std::vector<Pair>{{0, 1}});
+    EXPECT_THROW(call(), Error);
+    return plan.num_bytes();
+  };
+  EXPECT_EQ(bound_then([&] { plan.bind(std::vector<Pair>{{0, 9}}); }), 0);
+  EXPECT_EQ(bound_then([&] { plan.bind_tokens(ids, ids, {0, 0, 33}); }), 0);
+  EXPECT_EQ(bound_then([&] { plan.bind_slots(ids, std::vector<std::int64_t>{0, 64}); }), 0);
+  EXPECT_EQ(bound_then([&] { plan.bind_slots({}, ids); }), 64 * 1024) << "sizes are compared before anything is bound";
 }
 
 }  // namespace

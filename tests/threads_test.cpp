@@ -121,6 +121,37 @@ TEST(Threads, AJobHasNoMoreThreadsThanItAskedFor) {
   EXPECT_LE(seen.size(), 2U);
 }
 
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__) && !defined(__clang__)
+/// The child of a fork has none of the other threads, and none of the locks that they held.
+TEST(Threads, AForkedChildMayCallVerbsWhateverOtherThreadsDo) {
+  Memory src(Layout("B KV N H D", test::small_geometry()), 5);
+  Memory dst(Layout("B KV H N D", test::small_geometry()));
+  convert_blocks(src.cache(), dst.cache(), std::vector<Pair>{{0, 0}});
+  std::atomic<bool> stop{false};
+  std::thread busy([&] {
+    while (!stop) {
+      Memory to(Layout("B KV H N D", test::small_geometry()));
+      convert_blocks(src.cache(), to.cache(), std::vector<Pair>{{0, 0}});  // new caches: recipes are made and dropped
+    }
+  });
+  int failed = 0;
+  for (int i = 0; i < 200 && failed == 0; ++i) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(10);
+      Memory to(Layout("B KV H N D", test::small_geometry()));
+      _exit(convert_blocks(src.cache(), to.cache(), std::vector<Pair>{{0, 0}}) == 1 ? 0 : 1);
+    }
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    failed += WIFEXITED(status) && WEXITSTATUS(status) == 0 ? 0 : 1;
+  }
+  stop = true;
+  busy.join();
+  EXPECT_EQ(failed, 0);
+}
+#endif
+
 TEST(Threads, C91WhatIsBoundIsACopyOfTheIds) {
   Memory src(Layout("B KV N H D", test::small_geometry()), 5);
   Memory dst(Layout("B KV H N D", test::small_geometry()));

@@ -42,7 +42,7 @@ struct PlanOptions {
   std::optional<RangePair> heads;  ///< sharded planes only; replicated planes are always whole
   std::optional<Range> layers;
   bool cast = false;  ///< convert values where dtypes differ; otherwise that is an error
-  /// Per plane name, one scale or one per (source) head: quantise x / scale, dequantise q × scale.
+  /// Per plane name, one scale or one for each head of the f8 side: quantise x / scale, dequantise q × scale.
   std::map<std::string, std::vector<float>> scales;
   bool operator==(const PlanOptions&) const = default;
 };

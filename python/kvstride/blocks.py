@@ -87,8 +87,8 @@ def convert_blocks(
     `src_blocks[t // block_size]`; `tokens` = (source first, destination first, count), by default all of both.
     `heads` = (source first, destination first, count) moves a tensor-parallel slice; planes without H (latent, rope,
     index) are always copied whole, raw planes (`state…`) refuse it. `layers` = (first, count). `cast` converts values
-    where dtypes differ: round to nearest even, f8 saturates, NaN stays NaN; `scales` maps a plane to one scale or one
-    per head: dequantise q × scale, quantise x / scale.
+    where dtypes differ: round to nearest even, f8 saturates, NaN stays NaN; `scales` maps a plane to one scale or
+    one for each head of the f8 side: dequantise q × scale, quantise x / scale.
 
     Returns the number of pairs (or tokens) carried out. Raises DTypeError for different dtypes without `cast`,
     BlockIndexError, ArgumentError (a destination given twice, touched bytes that meet), LayoutError (other planes or

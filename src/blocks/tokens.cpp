@@ -9,6 +9,7 @@
 
 #include "blocks/internal.h"
 #include "kvstride/error.h"
+#include "plan/lock.h"
 
 namespace kvstride {
 namespace {
@@ -40,12 +41,11 @@ std::shared_ptr<const Cache> kept_source(const char* plane, TokenTensor tensor) 
     TokenTensor tensor;
     std::shared_ptr<const Cache> cache;
   };
-  static std::mutex& mutex = *new std::mutex;
   static std::vector<Kept>& kept = *new std::vector<Kept>;
   constexpr std::size_t kMaxKept = 32;
   const bool any_length = tensor.strides[0] < kManyTokens / 16;
   if (any_length) tensor.shape[0] = kManyTokens;
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(plan::kept_lock());
   for (const Kept& one : kept) {
     if (one.plane == plane && one.tensor.dtype == tensor.dtype && one.tensor.shape == tensor.shape &&
         one.tensor.strides == tensor.strides) {
@@ -172,11 +172,11 @@ void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key
     auto program = std::make_unique<plan::Program>(plan::recipe_for("write_tokens", *source, cache, std::move(build)));
     program->place_source(tensor.data, span_of_tokens(tensor, static_cast<std::int64_t>(slot_mapping.size())));
     program->bind_slots({}, slot_mapping, true);
-    program->check_memory();
     return program;
   };
   const auto keys = program_for("key", key, key_plane, key_scale);
   const auto values = program_for("value", value, value_plane, value_scale);
+  plan::Program::check_memory_of({keys.get(), values.get()});
   plan::Program::run_all({keys.get(), values.get()});
 }
 

@@ -10,6 +10,10 @@
 #include "cpu/target.h"
 #include "cpu/unit.h"
 
+#if defined(__aarch64__)
+// Tiles are arrays of registers, which SVE's vectors of unknown length cannot be in: every such CPU has NEON too.
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
+#endif
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/copy.cpp"
 #include <hwy/foreach_target.h>  // IWYU pragma: keep

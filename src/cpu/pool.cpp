@@ -8,9 +8,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
 #include <condition_variable>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -24,7 +27,9 @@ constexpr int kMaxThreads = 1024;
 
 int default_threads() {
   if (const char* given = std::getenv("KVSTRIDE_NUM_THREADS")) {
-    const int threads = std::atoi(given);
+    int threads = 0;
+    const char* end = given + std::strlen(given);
+    if (std::from_chars(given, end, threads).ptr != end) threads = 0;
     if (threads >= 1 && threads <= kMaxThreads) return threads;
   }
   cpu_set_t set;
@@ -56,10 +61,15 @@ namespace {
 class Pool {
  public:
   void run(int threads, int count, const std::function<void(int)>& work) {
+    long job = 0;
     {
       const std::lock_guard lock(mutex_);
       while (workers_ < threads - 1) {
-        std::thread(&Pool::wait_for_work, this).detach();
+        try {
+          std::thread(&Pool::wait_for_work, this).detach();
+        } catch (const std::system_error&) {
+          break;  // no more threads for this process: those that there are do the work
+        }
         ++workers_;
       }
       work_ = &work;
@@ -67,20 +77,20 @@ class Pool {
       count_ = count;
       left_ = count;
       places_ = threads - 1;
-      ++job_;
+      job = ++job_;
     }
     ready_.notify_all();
-    take();
+    take(job);
     std::unique_lock lock(mutex_);
     done_.wait(lock, [this] { return left_ == 0; });
     work_ = nullptr;
   }
 
  private:
-  /// Runs indices of the current job; each is taken under the lock, so that none is taken after the job ended.
-  void take() {
+  /// Runs indices of a job; each is taken under the lock, so that none is taken after the job ended.
+  void take(long job) {
     std::unique_lock lock(mutex_);
-    while (work_ != nullptr && next_ < count_) {
+    while (job_ == job && work_ != nullptr && next_ < count_) {
       const int index = next_++;
       const auto* work = work_;
       lock.unlock();
@@ -100,7 +110,7 @@ class Pool {
         if (places_ == 0) continue;
         --places_;
       }
-      take();
+      take(seen);
     }
   }
 

@@ -99,9 +99,9 @@ struct Packed {
   }
 
   /// The buffer's stride of a loop, given by extent and its own stride; each is given once.
-  std::int64_t place(std::int64_t extent, std::int64_t own) {
+  std::int64_t place(std::int64_t extent, std::int64_t own, std::int64_t head) {
     for (std::size_t i = 0; i < loops.size; ++i) {
-      if (strides[i].dst != own || strides[i].extent != extent) continue;
+      if (strides[i].dst != own || strides[i].extent != extent || strides[i].head != head) continue;
       strides[i].dst = std::numeric_limits<std::int64_t>::min();
       return strides[i].src;
     }
@@ -128,7 +128,11 @@ Unit::Unit(const Loop* loops, std::size_t num_loops, std::int64_t item, std::int
     }
   }
   const bool element = item == 1 || item == 2 || item == 4 || item == 8 || item == 16;
-  const bool tile = element && along_src.extent > 0 && along_dst.extent > 0;
+  // A cast's staging buffer is packed by ascending steps of the source: along_src lies side by side there only if its
+  // step is the smallest.
+  bool smallest = along_dst.src > src_item;
+  for (std::size_t i = 0; i < rest.size; ++i) smallest = smallest && rest.loops[i].src > src_item;
+  const bool tile = element && along_src.extent > 0 && along_dst.extent > 0 && (cast_item == 0 || smallest);
   if (!tile) {
     if (along_src.extent > 0) rest.add(along_src);
     if (along_dst.extent > 0) rest.add(along_dst);
@@ -208,7 +212,7 @@ Unit::Unit(const Loop* loops, std::size_t num_loops, std::int64_t item, std::int
       const Loop& loop = packed.strides[i];
       fetch[num_fetch++] = {loop.extent, loop.dst, loop.src, loop.head};
     }
-    each([&](Loop& loop) { loop.src = packed.place(loop.extent, loop.src); });
+    each([&](Loop& loop) { loop.src = packed.place(loop.extent, loop.src, loop.head); });
   }
   Packed packed(inside, item, item, &Loop::dst, false);
   buffered = stream && forward && packed.dense && packed.run >= kLine && inside.bytes(item) <= kUnitBytes;
@@ -217,7 +221,7 @@ Unit::Unit(const Loop* loops, std::size_t num_loops, std::int64_t item, std::int
     for (std::size_t i = packed.loops.size; i-- > packed.taken;) {
       flush[num_flush++] = {packed.strides[i].extent, packed.strides[i].src, packed.strides[i].dst};
     }
-    each([&](Loop& loop) { loop.dst = packed.place(loop.extent, loop.dst); });
+    each([&](Loop& loop) { loop.dst = packed.place(loop.extent, loop.dst, loop.head); });
     same_order = cast_item != 0;
     each([&](Loop& loop) { same_order = same_order && loop.src == loop.dst; });
   }

@@ -108,38 +108,42 @@ struct Window {
   }
 };
 
+using Programs = std::span<const Program* const>;
+
 template <class Sink>
-void each_reach(const Program& program, const Sink& sink) {
-  program.walk([&](Side src, Side dst, const Loop* loops, std::size_t num, const Strand& strand, std::int64_t run) {
-    const std::int64_t src_run = strand.cast.active ? item_size(strand.cast.src) : run;
-    sink(Reach(src.byte, src_run, loops, num, &Loop::src), Reach(dst.byte, run, loops, num, &Loop::dst));
-  });
+void each_reach(Programs programs, const Sink& sink) {
+  for (const Program* program : programs) {
+    program->walk([&](Side src, Side dst, const Loop* loops, std::size_t num, const Strand& strand, std::int64_t run) {
+      const std::int64_t src_run = strand.cast.active ? item_size(strand.cast.src) : run;
+      sink(Reach(src.byte, src_run, loops, num, &Loop::src), Reach(dst.byte, run, loops, num, &Loop::dst));
+    });
+  }
 }
 
-bool meets_in(const Program& program, Interval bounds) {
+bool meets_in(Programs programs, Interval bounds) {
   Window reads{bounds, {}};
   Window writes{bounds, {}};
   bool fits = true;
-  each_reach(program, [&](const Reach& read, const Reach& write) {
+  each_reach(programs, [&](const Reach& read, const Reach& write) {
     fits = fits && reads.add(read, 0, read.begin) && writes.add(write, 0, write.begin);
   });
   if (fits) return meet(reads.list, writes.list);
   const std::int64_t middle = bounds.begin + (bounds.end - bounds.begin) / 2;
-  return meets_in(program, {bounds.begin, middle}) || meets_in(program, {middle, bounds.end});
+  return meets_in(programs, {bounds.begin, middle}) || meets_in(programs, {middle, bounds.end});
 }
 
 }  // namespace
 
-bool meets_itself(const Program& program) {
+bool meet_each_other(Programs programs) {
   constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
   Interval reads{kMax, 0};
   Interval writes{kMax, 0};
-  each_reach(program, [&](const Reach& read, const Reach& write) {
+  each_reach(programs, [&](const Reach& read, const Reach& write) {
     reads = {std::min(reads.begin, read.begin), std::max(reads.end, read.begin + read.span(0))};
     writes = {std::min(writes.begin, write.begin), std::max(writes.end, write.begin + write.span(0))};
   });
   const Interval both{std::max(reads.begin, writes.begin), std::min(reads.end, writes.end)};
-  return both.begin < both.end && meets_in(program, both);
+  return both.begin < both.end && meets_in(programs, both);
 }
 
 }  // namespace kvstride::plan

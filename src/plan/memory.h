@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "kvstride/layout.h"
@@ -24,7 +25,8 @@ void merge(std::vector<Interval>& list);
 bool meet(std::vector<Interval>& a, std::vector<Interval>& b);
 /// The memory from the first to the last byte of each plane of each tensor.
 void hulls(const Layout& layout, const std::vector<std::byte*>& tensors, std::vector<Interval>& out);
-/// Whether a byte that the program reads is one that it writes. Exact; takes a few MiB whatever the number of copies.
-bool meets_itself(const Program& program);
+/// Whether a byte that one of the programs reads is one that one of them writes. Exact; takes a few MiB whatever the
+/// number of copies.
+bool meet_each_other(std::span<const Program* const> programs);
 
 }  // namespace kvstride::plan

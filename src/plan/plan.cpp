@@ -2,6 +2,9 @@
 // The public plan: a program with its checks.
 #include "kvstride/plan.h"
 
+#include <fmt/format.h>
+
+#include "kvstride/error.h"
 #include "plan/program.h"
 
 namespace kvstride {
@@ -30,6 +33,10 @@ void Plan::bind_tokens(std::span<const std::int64_t> src_blocks, std::span<const
   program_->bind_tokens(src_blocks, dst_blocks, tokens);
 }
 void Plan::bind_slots(std::span<const std::int64_t> src_slots, std::span<const std::int64_t> dst_slots) {
+  if (src_slots.size() != dst_slots.size()) {
+    throw Error(ErrorCode::kArgument,
+                fmt::format("plan: {} source slots, {} destination slots", src_slots.size(), dst_slots.size()));
+  }
   program_->bind_slots(src_slots, dst_slots);
 }
 std::int64_t Plan::num_copies() const { return program_->num_copies(); }

@@ -6,7 +6,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
+#include <cstring>
 
 #include "cpu/copy.h"
 #include "cpu/pool.h"
@@ -17,6 +19,15 @@ namespace kvstride::plan {
 
 Program::Program(std::shared_ptr<const Recipe> recipe)
     : recipe_(std::move(recipe)), src_(recipe_->src()), dst_(recipe_->dst()) {}
+
+/// Forgets what is bound, and gives its memory back.
+void Program::clear() {
+  {
+    std::pmr::vector<Bound> none(&memory_);
+    bound_.swap(none);
+  }
+  memory_.release();
+}
 
 std::pmr::vector<Entry>& Program::entries_for(std::int64_t tokens, std::int64_t src_token, std::int64_t dst_token) {
   const Nest* nest = &recipe_->nest(tokens, src_token, dst_token);
@@ -48,7 +59,7 @@ std::int64_t Program::bind(std::span<const Pair> pairs, std::optional<std::int64
                             "dst_blocks= and tokens=",
                             recipe_->verb(), src_.geometry().block_size, dst_.geometry().block_size));
   }
-  bound_.clear();
+  clear();
   const BuildOptions& names = recipe_->options();
   const std::int64_t size = src_.geometry().block_size;
   const auto is_null = [&](const Pair& pair) {
@@ -58,7 +69,7 @@ std::int64_t Program::bind(std::span<const Pair> pairs, std::optional<std::int64
   entries.reserve(pairs.size());
   bool sorted = true;
   for (std::size_t i = 0; i < pairs.size(); ++i) {
-    const Pair& pair = pairs[i];
+    const Pair pair = pairs[i];  // read once: the caller's memory may change
     if (is_null(pair)) continue;
     check_block(names.ids_name, i, pair.src, src_, names.src_name);
     check_block(names.ids_name, i, pair.dst, dst_, names.dst_name);
@@ -81,18 +92,21 @@ std::int64_t Program::bind(std::span<const Pair> pairs, std::optional<std::int64
 
 void Program::bind_tokens(std::span<const std::int64_t> src_blocks, std::span<const std::int64_t> dst_blocks,
                           RangePair tokens) {
+  clear();
+  const std::vector<std::int64_t> src_ids(src_blocks.begin(), src_blocks.end());  // the caller's memory may change
+  const std::vector<std::int64_t> dst_ids(dst_blocks.begin(), dst_blocks.end());
   const std::int64_t src_size = src_.geometry().block_size;
   const std::int64_t dst_size = dst_.geometry().block_size;
-  for (std::size_t i = 0; i < src_blocks.size(); ++i) check_block("src_blocks", i, src_blocks[i], src_, "source");
-  for (std::size_t i = 0; i < dst_blocks.size(); ++i) check_block("dst_blocks", i, dst_blocks[i], dst_, "destination");
+  for (std::size_t i = 0; i < src_ids.size(); ++i) check_block("src_blocks", i, src_ids[i], src_, "source");
+  for (std::size_t i = 0; i < dst_ids.size(); ++i) check_block("dst_blocks", i, dst_ids[i], dst_, "destination");
   const auto check = [&](const char* side, std::int64_t first, std::int64_t blocks, std::int64_t size) {
     if (first < 0 || tokens.count < 0 || tokens.count > blocks * size - first) {
       throw Error(ErrorCode::kArgument, fmt::format("{}: {} tokens from token {} do not fit {} {} blocks of {}",
                                                     recipe_->verb(), tokens.count, first, blocks, side, size));
     }
   };
-  check("source", tokens.src_first, static_cast<std::int64_t>(src_blocks.size()), src_size);
-  check("destination", tokens.dst_first, static_cast<std::int64_t>(dst_blocks.size()), dst_size);
+  check("source", tokens.src_first, static_cast<std::int64_t>(src_ids.size()), src_size);
+  check("destination", tokens.dst_first, static_cast<std::int64_t>(dst_ids.size()), dst_size);
   const bool whole = src_size == dst_size && tokens.src_first % src_size == 0 && tokens.dst_first % dst_size == 0 &&
                      tokens.count % src_size == 0;
   if (!whole) {
@@ -103,7 +117,6 @@ void Program::bind_tokens(std::span<const std::int64_t> src_blocks, std::span<co
       }
     }
   }
-  bound_.clear();
   struct Written {
     std::int64_t first;
     std::int64_t end;
@@ -113,8 +126,8 @@ void Program::bind_tokens(std::span<const std::int64_t> src_blocks, std::span<co
     const std::int64_t s = tokens.src_first + t;
     const std::int64_t d = tokens.dst_first + t;
     const std::int64_t n = std::min({tokens.count - t, src_size - s % src_size, dst_size - d % dst_size});
-    const std::int64_t src_slot = src_blocks[static_cast<std::size_t>(s / src_size)] * src_size + s % src_size;
-    const std::int64_t dst_slot = dst_blocks[static_cast<std::size_t>(d / dst_size)] * dst_size + d % dst_size;
+    const std::int64_t src_slot = src_ids[static_cast<std::size_t>(s / src_size)] * src_size + s % src_size;
+    const std::int64_t dst_slot = dst_ids[static_cast<std::size_t>(d / dst_size)] * dst_size + d % dst_size;
     add(n, src_slot, dst_slot);
     written.push_back({dst_slot, dst_slot + n});
     t += n;
@@ -122,7 +135,7 @@ void Program::bind_tokens(std::span<const std::int64_t> src_blocks, std::span<co
   std::sort(written.begin(), written.end(), [](const Written& a, const Written& b) { return a.first < b.first; });
   for (std::size_t i = 1; i < written.size(); ++i) {
     if (written[i].first < written[i - 1].end) {
-      bound_.clear();
+      clear();
       throw Error(ErrorCode::kArgument,
                   fmt::format("{}: destination slot {} (block {}, token {}) is given twice", recipe_->verb(),
                               written[i].first, written[i].first / dst_size, written[i].first % dst_size));
@@ -153,7 +166,7 @@ void Program::bind_slots(std::span<const std::int64_t> src_slots, std::span<cons
                   fmt::format("{}: plane '{}' moves with whole blocks only", recipe_->verb(), pair.src->name));
     }
   }
-  bound_.clear();
+  clear();
   std::pmr::vector<Entry> moves(&memory_);
   moves.reserve(count);
   bool sorted = true;
@@ -218,36 +231,52 @@ std::int64_t Program::num_bytes() const {
   return out;
 }
 
-void Program::check_memory() const {
-  if (!recipe_->has_memory()) {
-    throw Error(ErrorCode::kArgument, fmt::format("{}: a plan of layouts has no memory to run on", recipe_->verb()));
+/// Whether the memory of source and destination, whatever the ids are, has no byte in common.
+bool Program::apart() const {
+  if (!placed_) return recipe_->apart();
+  std::vector<Interval> reads{*placed_};
+  std::vector<Interval> writes;
+  hulls(dst_, recipe_->dst_tensors(), writes);
+  return !meet(reads, writes);
+}
+
+void Program::check_memory_of(std::initializer_list<const Program*> programs) {
+  bool apart = true;
+  for (const Program* program : programs) {
+    const Recipe& recipe = *program->recipe_;
+    if (!recipe.has_memory()) {
+      throw Error(ErrorCode::kArgument, fmt::format("{}: a plan of layouts has no memory to run on", recipe.verb()));
+    }
+    if (recipe.read_only()) {
+      throw Error(ErrorCode::kArgument, fmt::format("{}: the destination is read-only", recipe.verb()));
+    }
+    apart = apart && program->apart();
   }
-  if (recipe_->read_only()) {
-    throw Error(ErrorCode::kArgument, fmt::format("{}: the destination is read-only", recipe_->verb()));
-  }
-  if (placed_) {
-    std::vector<Interval> reads{*placed_};
-    std::vector<Interval> writes;
-    hulls(dst_, recipe_->dst_tensors(), writes);
-    if (!meet(reads, writes)) return;
-  } else if (recipe_->apart()) {
-    return;
-  }
-  if (!meets_itself(*this)) return;
+  if (apart || !meet_each_other({programs.begin(), programs.size()})) return;
   throw Error(ErrorCode::kArgument, fmt::format("{}: source and destination share memory: a byte that is read is also "
                                                 "written",
-                                                recipe_->verb()));
+                                                (*programs.begin())->recipe_->verb()));
 }
 
 namespace {
 
 constexpr std::int64_t kLine = 64;
 
+/// A whole number that is not negative; nothing where the text is anything else.
+std::optional<std::int64_t> number_of(const char* text) {
+  if (text == nullptr) return {};
+  const char* end = text + std::strlen(text);
+  std::int64_t value = 0;
+  const auto [stop, error] = std::from_chars(text, end, value);
+  if (error != std::errc{} || stop != end || value < 0) return {};
+  return value;
+}
+
 /// Bytes of a call from which on writing past the caches is worth it: what would drive everything else out of the
 /// second one. KVSTRIDE_STREAM_BYTES overrides it.
 std::int64_t stream_threshold() {
   static const std::int64_t threshold = [] {
-    if (const char* given = std::getenv("KVSTRIDE_STREAM_BYTES")) return std::int64_t{std::atoll(given)};
+    if (const auto given = number_of(std::getenv("KVSTRIDE_STREAM_BYTES"))) return *given;
     return std::max<std::int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE), std::int64_t{1} << 20);
   }();
   return threshold;
@@ -256,12 +285,19 @@ std::int64_t stream_threshold() {
 /// A group of copies, or as many steps of its first loop as start in the part.
 void run_group(std::byte* to, const std::byte* from, const Loop* loops, std::size_t num, const Strand& strand,
                std::int64_t run, Part part, bool stream) {
-  const auto move = [&](std::byte* dst, const std::byte* src, const Loop* all, std::int64_t head) {
+  const auto move_loops = [&](std::byte* dst, const std::byte* src, const Loop* all, std::size_t count,
+                              std::int64_t head) {
     if (strand.cast.active) {
-      cpu::cast(dst, src, all, num, strand.cast, head, stream);
+      cpu::cast(dst, src, all, count, strand.cast, head, stream);
     } else {
-      cpu::copy(dst, src, all, num, run, stream);
+      cpu::copy(dst, src, all, count, run, stream);
     }
+  };
+  const auto move = [&](std::byte* dst, const std::byte* src, const Loop* all, std::int64_t head) {
+    move_loops(dst, src, all, num, head);
+  };
+  const auto for_one = [&](std::byte* dst, const std::byte* src, std::int64_t head) {
+    move_loops(dst, src, loops + 1, num - 1, head);
   };
   const std::int64_t bytes = iterations(loops, num) * run;
   if (part.begin <= 0 && part.end >= bytes) return move(to, from, loops, 0);
@@ -276,7 +312,14 @@ void run_group(std::byte* to, const std::byte* from, const Loop* loops, std::siz
   const std::int64_t first = part.begin <= 0 ? 0 : cut(part.begin);
   const std::int64_t last = cut(part.end);
   if (last <= first) return;
-  std::vector<Loop> mine(loops, loops + num);
+  std::array<Loop, 32> mine;
+  if (num > mine.size()) {
+    for (std::int64_t i = first; i < last; ++i) {
+      for_one(to + i * loops[0].dst, from + i * loops[0].src, i * loops[0].head);
+    }
+    return;
+  }
+  std::copy(loops, loops + num, mine.begin());
   mine[0].extent = last - first;
   move(to + first * loops[0].dst, from + first * loops[0].src, mine.data(), first * loops[0].head);
 }

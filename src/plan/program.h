@@ -48,7 +48,9 @@ class Program {
   std::map<std::int64_t, std::int64_t> sizes() const;
 
   /// Throws where bytes that are read meet bytes that are written, or the destination is read-only.
-  void check_memory() const;
+  void check_memory() const { check_memory_of({this}); }
+  /// The same for programs that are run as one.
+  static void check_memory_of(std::initializer_list<const Program*> programs);
   /// Runs all entries of all nests; no checks.
   void run() const;
   /// Several programs as one: large ones go past the caches, and are split over threads by bytes.
@@ -72,6 +74,8 @@ class Program {
  private:
   std::pmr::vector<Entry>& entries_for(std::int64_t tokens, std::int64_t src_token, std::int64_t dst_token);
   void add(std::int64_t tokens, std::int64_t src_slot, std::int64_t dst_slot);
+  void clear();
+  bool apart() const;
   void check_block(const char* what, std::size_t at, std::int64_t id, const Layout& layout, const char* side) const;
   void check_slot(const char* side, std::size_t at, std::int64_t slot, const Layout& layout) const;
   void run_part(Part part, bool stream) const;

@@ -3,13 +3,16 @@
 #include "plan/recipe.h"
 
 #include <fmt/format.h>
+#include <pthread.h>
 
 #include <algorithm>
+#include <new>
 #include <numeric>
 #include <string_view>
 
 #include "kvstride/error.h"
 #include "layout/internal.h"
+#include "plan/lock.h"
 #include "plan/memory.h"
 
 namespace kvstride::plan {
@@ -193,9 +196,11 @@ Recipe::Recipe(const char* verb, End src, End dst, BuildOptions options)
         fail(ErrorCode::kArgument, fmt::format("scales: neither side of plane '{}' is an f8 type", plane.name));
       }
       const auto count = static_cast<std::int64_t>(scales->second.size());
-      if (count != 1 && count != plane.extent(Axis::kHead)) {
-        fail(ErrorCode::kArgument, fmt::format("scales: {} values for plane '{}', expected 1 or {}", count, plane.name,
-                                               plane.extent(Axis::kHead)));
+      const std::int64_t heads = (is_f8(plane.dtype) ? plane : *twin).extent(Axis::kHead);
+      if (count != 1 && count != heads) {
+        fail(ErrorCode::kArgument,
+             fmt::format("scales: {} values for plane '{}', expected 1 or {}, the heads of its {} side", count,
+                         plane.name, heads, is_f8(plane.dtype) ? "source" : "destination"));
       }
     }
     if (!pair.whole_only) {
@@ -228,6 +233,7 @@ void Recipe::build_strands(Nest& nest) const {
       cast.scales = given->second;
     }
     const bool by_head = cast.scales.size() > 1;
+    const std::int64_t first_scale = is_f8(src.dtype) ? pair.heads.src_first : pair.heads.dst_first;
     SlotOffset src_slot{src.merged(Axis::kBlock), src_token, src_size};
     SlotOffset dst_slot{dst.merged(Axis::kBlock), dst_token, dst_size};
     if (pair.whole_only) src_slot.token = dst_slot.token = {};
@@ -256,9 +262,8 @@ void Recipe::build_strands(Nest& nest) const {
           strand.run = item_size(dst.dtype);
           strand.cast = cast.active ? cast : Cast{};
           if (by_head) {  // from the first head of the piece on
-            strand.cast.scales.erase(
-                strand.cast.scales.begin(),
-                strand.cast.scales.begin() + static_cast<std::ptrdiff_t>(pair.heads.src_first + head.head));
+            strand.cast.scales.erase(strand.cast.scales.begin(),
+                                     strand.cast.scales.begin() + static_cast<std::ptrdiff_t>(first_scale + head.head));
           }
           strand.src_slot = src_slot;
           strand.dst_slot = dst_slot;
@@ -300,9 +305,18 @@ void Recipe::build_strands(Nest& nest) const {
   }
 }
 
+std::recursive_mutex& kept_lock() {
+  static std::recursive_mutex& mutex = *new std::recursive_mutex;  // never destroyed
+  // In the child the owner has another id and could not unlock it: it starts anew.
+  static const int at_fork =
+      pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { new (&mutex) std::recursive_mutex; });
+  (void)at_fork;
+  return mutex;
+}
+
 const Nest& Recipe::nest(std::int64_t tokens, std::int64_t src_token, std::int64_t dst_token) const {
   const std::array<std::int64_t, 3> key{tokens, src_token % src_period_, dst_token % dst_period_};
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(kept_lock());
   if (const auto found = nests_.find(key); found != nests_.end()) return found->second;
   Nest built{key[0], key[1], key[2], {}, 0};
   build_strands(built);
@@ -310,7 +324,7 @@ const Nest& Recipe::nest(std::int64_t tokens, std::int64_t src_token, std::int64
 }
 
 std::size_t Recipe::weight() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(kept_lock());
   std::size_t out = 0;
   for (const auto& [key, nest] : nests_) {
     for (const Strand& strand : nest.strands) out += 1 + strand.bases.size();
@@ -331,12 +345,16 @@ class Recipes {
  public:
   std::shared_ptr<const Recipe> find(const char* verb, std::uint64_t src, std::uint64_t dst,
                                      const BuildOptions& options) {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(kept_lock());
     for (std::size_t i = 0; i < kept_.size(); ++i) {
       const Kept& one = kept_[i];
       if (one.src != src || one.dst != dst || std::string_view(one.recipe->verb()) != verb ||
           !(one.recipe->options() == options))
         continue;
+      if (one.recipe->weight() > kMaxWeight) {  // it grew: its nests start anew
+        kept_.erase(kept_.begin() + static_cast<std::ptrdiff_t>(i));
+        return nullptr;
+      }
       std::rotate(kept_.begin(), kept_.begin() + static_cast<std::ptrdiff_t>(i),
                   kept_.begin() + static_cast<std::ptrdiff_t>(i) + 1);
       return kept_.front().recipe;
@@ -345,7 +363,7 @@ class Recipes {
   }
 
   void keep(std::uint64_t src, std::uint64_t dst, std::shared_ptr<const Recipe> recipe) {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(kept_lock());
     std::erase_if(kept_, [](const Kept& one) { return one.recipe->weight() > kMaxWeight; });
     if (kept_.size() == kMaxKept) kept_.pop_back();
     kept_.insert(kept_.begin(), {src, dst, std::move(recipe)});
@@ -354,7 +372,6 @@ class Recipes {
  private:
   static constexpr std::size_t kMaxKept = 64;
   static constexpr std::size_t kMaxWeight = 1 << 14;
-  std::mutex mutex_;
   std::vector<Kept> kept_;
 };
 

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -158,7 +157,6 @@ class Recipe {
   std::int64_t layers_ = 1;
   std::int64_t src_period_ = 1;
   std::int64_t dst_period_ = 1;
-  mutable std::mutex mutex_;
   mutable std::map<std::array<std::int64_t, 3>, Nest> nests_;  // by tokens and phases
 };
 

@@ -240,7 +240,7 @@ def test_scales_by_plane(src: str, dst: str) -> None:
     ("src", "dst"), [("f32", "f8_e4m3"), ("bf16", "f8_e5m2"), ("f8_e4m3", "bf16"), ("f8_e4m3fnuz", "f32")]
 )
 def test_scales_by_head(src: str, dst: str) -> None:
-    """One scale a head of the source, also for a slice of heads; mixing heads up is seen."""
+    """One scale a head of the f8 side, also for a slice of heads; mixing heads up is seen."""
     source, target, numbers = caches(src, dst, heads=4)
     scales = np.array([0.25, 2.0, 0.5, 16.0], dtype=np.float32)
     kv.convert_blocks(
@@ -253,8 +253,9 @@ def test_scales_by_head(src: str, dst: str) -> None:
     before = key.copy()
     kv.convert_blocks(source, target, [(0, 1)], cast=True, scales={"key": scales, "value": scales}, heads=(2, 0, 2))
     key, value = planes(target)
-    check(key[1, :, :2].reshape(-1), want(numbers[0, 0, :, 2:], dst, scales[2:, None]).reshape(-1))
-    check(value[1, :, :2].reshape(-1), want(numbers[1, 0, :, 2:], dst, scales[2:, None]).reshape(-1))
+    mine = scales[2:, None] if src in F8 else scales[:2, None]
+    check(key[1, :, :2].reshape(-1), want(numbers[0, 0, :, 2:], dst, mine).reshape(-1))
+    check(value[1, :, :2].reshape(-1), want(numbers[1, 0, :, 2:], dst, mine).reshape(-1))
     np.testing.assert_array_equal(bits(key[1, :, 2:]), bits(before[1, :, 2:]))
     np.testing.assert_array_equal(bits(key[[0, 2]]), bits(before[[0, 2]]))
 
@@ -306,3 +307,27 @@ def test_negative_zero() -> None:
         assert bits(convert(zeros, "f32", dst)).tolist() == [0, 0]
         small = np.array([-1e-30], dtype=np.float32)
         assert bits(convert(small, "f32", dst)).tolist() == [0]  # 0x80 would be NaN
+
+
+def test_scales_by_head_belong_to_the_f8_side() -> None:
+    """A rank's two heads into heads 2 and 3 of an f8 cache take the scales of those, and back."""
+
+    def cache(heads: int, dtype: str) -> tuple[np.ndarray, kv.Cache]:
+        geometry = kv.Geometry(num_blocks=1, block_size=4, num_kv_heads=heads, head_size=8, dtype=dtype)
+        layout = kv.layout("B KV N H D", geometry)
+        memory = np.zeros(layout.num_bytes, np.uint8)
+        return memory, kv.Cache(memory, layout)
+
+    rank, source = cache(2, "f32")
+    rank.view(np.float32)[:] = 8
+    whole, stored = cache(4, "f8_e4m3")
+    scales = {"key": [1, 2, 4, 8], "value": 1.0}
+    kv.convert_blocks(source, stored, [(0, 0)], heads=(0, 2, 2), cast=True, scales=scales)
+    codes = whole.view(ml_dtypes.float8_e4m3fn).astype(np.float32).reshape(2, 4, 4, 8)
+    assert codes[0, 0, :, 0].tolist() == [0, 0, 2, 1]
+    assert codes[1, 0, :, 0].tolist() == [0, 0, 8, 8]
+    rank[:] = 0
+    kv.convert_blocks(stored, source, [(0, 0)], heads=(2, 0, 2), cast=True, scales=scales)
+    assert (rank.view(np.float32) == 8).all()
+    with pytest.raises(kv.ArgumentError, match="expected 1 or 4, the heads of its destination side"):
+        kv.convert_blocks(source, stored, [(0, 0)], heads=(0, 2, 2), cast=True, scales={"key": [1, 2]})

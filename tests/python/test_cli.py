@@ -14,6 +14,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+import kvstride as kv
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 X_SPLIT = "{key: B H D/8 N D%8, value: B H D N}"
 GEOMETRY = "B=8,N=16,H=4,D=64"
@@ -101,7 +103,8 @@ def test_info():
     assert info["version"] in text and f"cuda     {'yes' if info['cuda'] else 'no'}" in text
     flags = pathlib.Path("/proc/cpuinfo")
     if flags.exists() and " avx2 " in flags.read_text():
-        assert "avx2" in info["cpu"]
+        assert "AVX2" in info["cpu"]
+    assert info["cpu"] == kv.instruction_sets()
 
 
 def test_layouts_lists_the_registry():
