@@ -32,6 +32,11 @@ std::string_view name_of(DType dtype) noexcept;
 std::optional<DType> dtype_from_name(std::string_view name) noexcept;
 /// All names, comma separated, for messages.
 std::string_view dtype_names() noexcept;
+/// One of the four 8-bit floats that scales belong to.
+constexpr bool is_f8(DType dtype) {
+  return dtype == DType::kF8E4M3 || dtype == DType::kF8E5M2 || dtype == DType::kF8E4M3Fnuz ||
+         dtype == DType::kF8E5M2Fnuz;
+}
 /// Whether a conversion between values of this type and f32 exists (f32, f16, bf16 and the f8 kinds but e8m0).
 bool is_castable(DType dtype) noexcept;
 

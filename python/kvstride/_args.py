@@ -52,8 +52,6 @@ def to_numbers(value: Any, names: tuple[str, ...], what: str) -> Any:
 
 def to_layers(layers: Any, verb: str) -> tuple[int, int] | None:
     """(first, count) of layers."""
-    if layers is None:
-        return None
     return to_numbers(layers, ("first", "count"), f"{verb}: layers")
 
 

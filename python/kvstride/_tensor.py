@@ -143,13 +143,6 @@ def _info(
     return TensorInfo(address, tuple(shape), strides, item, dtype, name, read_only, owner)
 
 
-def address_of(owner: Any) -> int:
-    """Where the memory of a tensor lies now."""
-    if isinstance(owner, np.ndarray):
-        return int(owner.__array_interface__["data"][0])
-    return int(owner.data_ptr())
-
-
 class _Memory:
     """Keeps an owner alive under a numpy array made from an address."""
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import _core
 from ._core import Geometry, Layout
-from ._tensor import TensorInfo, address_of, inspect, is_tensor, is_torch, view
+from ._tensor import TensorInfo, inspect, is_tensor, view
 from .errors import ArgumentError, DTypeError, LayoutError
 
 
@@ -49,15 +49,12 @@ class Cache:
         self._core = _core.Cache([t.address for t in self.tensors], bound, any(t.read_only for t in self.tensors))
         self._layout = bound
         self._owners = [t.owner for t in self.tensors]
-        #: Whether all are numpy arrays, or all are torch tensors; None for a mixture or another framework's.
-        self._arrays = _all_arrays(self._owners)
+        #: Whether each is a numpy array, not a torch tensor.
+        self._arrays = [isinstance(owner, np.ndarray) for owner in self._owners]
 
     def core(self) -> _core.Cache:
         """The library's cache. Raises ArgumentError where a tensor's memory was moved or freed since."""
-        if self._arrays is not None:
-            moved = self._core.moved(self._owners, self._arrays)
-        else:
-            moved = next((i for i, t in enumerate(self.tensors) if address_of(t.owner) != t.address), -1)
+        moved = self._core.moved(self._owners, self._arrays)
         if moved >= 0:
             raise ArgumentError(f"Cache: the memory of tensor {moved} was moved or freed after the Cache was made")
         return self._core
@@ -96,12 +93,6 @@ class Cache:
 
     def __repr__(self) -> str:
         return f"Cache('{self._layout}', {len(self.tensors)} tensor(s))"
-
-
-def _all_arrays(owners: list[Any]) -> bool | None:
-    if all(isinstance(owner, np.ndarray) for owner in owners):
-        return True
-    return False if all(is_torch(owner) for owner in owners) else None
 
 
 def _columns(tensors: Any, num_parts: int) -> list[list[Any]]:

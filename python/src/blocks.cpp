@@ -60,16 +60,18 @@ void bind_blocks(nb::module_& m) {
           nb::arg("addresses"), nb::arg("layout"), nb::arg("read_only"))
       .def(
           "moved",
-          [](const Cache& self, const nb::list& owners, bool arrays) -> std::int64_t {
+          [](const Cache& self, const nb::list& owners, const nb::list& arrays) -> std::int64_t {
             for (std::size_t i = 0; i < owners.size(); ++i) {
-              if (address_of(owners[i], arrays) != reinterpret_cast<std::uintptr_t>(self.tensors()[i])) {
+              if (address_of(owners[i], arrays[i].is(nb::bool_(true))) !=
+                  reinterpret_cast<std::uintptr_t>(self.tensors()[i])) {
                 return static_cast<std::int64_t>(i);
               }
             }
             return -1;
           },
           nb::arg("owners"), nb::arg("arrays"),
-          "The first tensor whose memory is not where it was, or -1. `owners` are numpy arrays, or torch tensors.")
+          "The first tensor whose memory is not where it was, or -1. `owners` are numpy arrays (True in `arrays`) or "
+          "torch tensors.")
       .def_prop_ro("layout", &Cache::layout)
       .def_prop_ro("read_only", &Cache::read_only);
 

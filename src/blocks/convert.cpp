@@ -4,9 +4,10 @@
 
 #include <algorithm>
 
-#include "blocks/internal.h"
+#include "kvstride/blocks.h"
 #include "kvstride/error.h"
 #include "layout/internal.h"
+#include "plan/program.h"
 
 namespace kvstride {
 namespace {

@@ -8,9 +8,10 @@
 #include <array>
 #include <cstring>
 
-#include "blocks/internal.h"
+#include "kvstride/blocks.h"
 #include "kvstride/error.h"
 #include "layout/internal.h"
+#include "plan/program.h"
 
 namespace kvstride {
 namespace {

@@ -7,27 +7,26 @@
 #include <mutex>
 #include <string>
 
-#include "blocks/internal.h"
+#include "kvstride/blocks.h"
 #include "kvstride/error.h"
 #include "plan/lock.h"
+#include "plan/program.h"
 
 namespace kvstride {
 namespace {
-
-bool is_f8(DType dtype) { return is_castable(dtype) && item_size(dtype) == 1; }
 
 /// The memory of new tokens is another one in every call; a recipe is made for this address and moved from there.
 constexpr std::uintptr_t kAnywhere = std::uintptr_t{1} << 61;
 constexpr std::int64_t kManyTokens = std::int64_t{1} << 30;
 
-/// New tokens of one plane as a cache of one block.
+/// New tokens of one plane as a cache of one block of shape[0] tokens.
 Cache source_of(const char* plane, const TokenTensor& tensor) {
   const auto term = [&](const char* axis, std::int64_t length, std::int64_t stride) {
     return length > 1 ? fmt::format("{}[{}]@{} ", axis, length, stride * item_size(tensor.dtype))
                       : fmt::format("{}[{}] ", axis, length);
   };
   Geometry geometry;
-  geometry.block_size = tensor.strides[0] < kManyTokens / 16 ? kManyTokens : std::max<std::int64_t>(tensor.shape[0], 1);
+  geometry.block_size = tensor.shape[0];
   const std::string text = fmt::format("{}: {}{}{}{}", plane, term("N", geometry.block_size, tensor.strides[0]),
                                        term("H", tensor.shape[1], tensor.strides[1]),
                                        term("D", tensor.shape[2], tensor.strides[2]), name_of(tensor.dtype));
@@ -43,8 +42,7 @@ std::shared_ptr<const Cache> kept_source(const char* plane, TokenTensor tensor) 
   };
   static std::vector<Kept>& kept = *new std::vector<Kept>;
   constexpr std::size_t kMaxKept = 32;
-  const bool any_length = tensor.strides[0] < kManyTokens / 16;
-  if (any_length) tensor.shape[0] = kManyTokens;
+  if (tensor.strides[0] < kManyTokens / 16) tensor.shape[0] = kManyTokens;  // one recipe for any number of tokens
   const std::lock_guard lock(plan::kept_lock());
   for (const Kept& one : kept) {
     if (one.plane == plane && one.tensor.dtype == tensor.dtype && one.tensor.shape == tensor.shape &&
@@ -73,7 +71,7 @@ plan::BuildOptions slot_options() {
 
 void move_dense(const char* verb, const Cache& src, const Cache& dst, std::span<const std::int64_t> src_slots,
                 std::span<const std::int64_t> dst_slots) {
-  plan::Program program(std::make_shared<plan::Recipe>(verb, end_of(src), end_of(dst), slot_options()));
+  plan::Program program(std::make_shared<plan::Recipe>(verb, plan::end_of(src), plan::end_of(dst), slot_options()));
   program.bind_slots(src_slots, dst_slots);
   program.check_memory();
   program.run();

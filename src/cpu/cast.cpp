@@ -54,11 +54,6 @@ constexpr Format format_of() {
   }
 }
 
-constexpr bool is_f8(DType dtype) {
-  return dtype == DType::kF8E4M3 || dtype == DType::kF8E5M2 || dtype == DType::kF8E4M3Fnuz ||
-         dtype == DType::kF8E5M2Fnuz;
-}
-
 constexpr std::size_t item_of(DType dtype) { return dtype == DType::kF32 ? 4 : is_f8(dtype) ? 1 : 2; }
 
 /// decode() of numbers.h, a vector at a time.

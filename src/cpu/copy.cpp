@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "cpu/cast.h"
 #include "cpu/target.h"
@@ -218,13 +217,12 @@ void copy_units(std::byte* dst, const std::byte* src, const Loop* loops, std::si
 
 /// Elements of one unit, converted, to the staging buffer.
 void fetch_unit(std::byte* staging, const std::byte* src, std::int64_t head, const Unit& unit, CastRows convert,
-                const std::vector<float>& scales, Ahead& ahead) {
-  const auto scale_of = [&](std::int64_t at) { return scales[scales.size() == 1 ? 0 : static_cast<std::size_t>(at)]; };
+                const plan::Cast& how, Ahead& ahead) {
   constexpr std::int64_t kCall = 512;  // elements of one call, between which lines are asked for
   std::size_t outer = unit.num_fetch;
   Loop rows{1, 0, 0};
   // The innermost loop is rows of one call where they have one scale and lie side by side in the buffer.
-  if (outer > 0 && (unit.fetch[outer - 1].head == 0 || scales.size() == 1)) rows = unit.fetch[--outer];
+  if (outer > 0 && (unit.fetch[outer - 1].head == 0 || !how.by_head())) rows = unit.fetch[--outer];
   const std::int64_t together = std::clamp<std::int64_t>(kCall / unit.fetch_run, 1, rows.extent);
   std::int64_t calls = (rows.extent + together - 1) / together;
   for (std::size_t i = 0; i < outer; ++i) calls *= unit.fetch[i].extent;
@@ -233,7 +231,7 @@ void fetch_unit(std::byte* staging, const std::byte* src, std::int64_t head, con
     for (std::int64_t row = 0; row < rows.extent; row += together) {
       for (std::size_t i = 0; i < lines && ahead.left > 0; ++i) ahead.step<64>();
       convert(to + row * rows.dst, from + row * rows.src, unit.fetch_run, std::min(together, rows.extent - row),
-              rows.src, scale_of(at));
+              rows.src, how.scale(at));
     }
   });
 }
@@ -247,7 +245,7 @@ void cast_units(std::byte* dst, const std::byte* src, const Loop* loops, std::si
   alignas(kLine) std::byte staging[kUnitBytes];
   alignas(kLine) std::byte buffer[kUnitBytes];
   each_unit(dst, src, head, unit, [&](std::byte* to, const std::byte* from, std::int64_t at, Ahead ahead) {
-    fetch_unit(staging, from, at, unit, convert, how.scales, ahead);
+    fetch_unit(staging, from, at, unit, convert, how, ahead);
     if (unit.same_order) return flush_unit(to, staging, unit);
     move_unit(unit.buffered ? buffer : to, staging, unit, item, ahead);
     if (unit.buffered) flush_unit(to, buffer, unit);
@@ -280,8 +278,7 @@ void copy_loops(std::byte* dst, const std::byte* src, const Loop* loops, std::si
     std::memcpy(dst, src, static_cast<std::size_t>(run));
     return;
   }
-  const bool element = run == 1 || run == 2 || run == 4 || run == 8 || run == 16;
-  if ((element || (stream && run < 2 * kLine)) && num_loops <= kMaxLoops) {
+  if ((is_element(run) || (stream && run < 2 * kLine)) && num_loops <= kMaxLoops) {
     return copy_units(dst, src, loops, num_loops, run, stream);
   }
   if (stream && num_loops <= kMaxLoops) return stream_rows(dst, src, loops, num_loops, run);
@@ -313,18 +310,15 @@ void cast_loops(std::byte* dst, const std::byte* src, const Loop* loops, std::si
   const std::int64_t src_item = item_size(how.src);
   const std::int64_t item = item_size(how.dst);
   const CastRows convert = cast_rows(how.src, how.dst);
-  const auto scale_of = [&](std::int64_t at) {
-    return how.scales[how.scales.size() == 1 ? 0 : static_cast<std::size_t>(at)];
-  };
   const auto single = [&](std::byte* to, const std::byte* from, std::int64_t at) {
-    convert(to, from, 1, 1, 0, scale_of(at));
+    convert(to, from, 1, 1, 0, how.scale(at));
   };
   if (num_loops == 0 || num_loops > kMaxLoops) return around_heads(dst, src, head, loops, num_loops, single);
   Loop outer[kMaxLoops];
   Loop along{0, 0, 0};
   std::size_t num_outer = 0;
   for (std::size_t i = 0; i < num_loops; ++i) {
-    const bool row = loops[i].src == src_item && loops[i].dst == item && (loops[i].head == 0 || how.scales.size() == 1);
+    const bool row = loops[i].src == src_item && loops[i].dst == item && (loops[i].head == 0 || !how.by_head());
     if (row && along.extent == 0) {
       along = loops[i];
     } else {
@@ -334,8 +328,8 @@ void cast_loops(std::byte* dst, const std::byte* src, const Loop* loops, std::si
   if (along.extent < kRow) return cast_units(dst, src, loops, num_loops, how, head, stream);
   if (stream) std::sort(outer, outer + num_outer, [](const Loop& a, const Loop& b) { return a.src > b.src; });
   around_heads(dst, src, head, outer, num_outer, [&](std::byte* to, const std::byte* from, std::int64_t at) {
-    if (stream) return stream_cast(to, from, along.extent, convert, how, scale_of(at));
-    convert(to, from, along.extent, 1, 0, scale_of(at));
+    if (stream) return stream_cast(to, from, along.extent, convert, how, how.scale(at));
+    convert(to, from, along.extent, 1, 0, how.scale(at));
   });
 }
 

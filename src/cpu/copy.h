@@ -8,6 +8,8 @@
 
 namespace kvstride::cpu {
 
+constexpr std::int64_t kLine = 64;  ///< bytes of a cache line
+
 /// For every index of the loops (outermost first): `run` bytes from src to dst. The two do not overlap. `stream`:
 /// write past the caches where whole lines are written; then call fence() before anyone else reads.
 void copy(std::byte* dst, const std::byte* src, const plan::Loop* loops, std::size_t num_loops, std::int64_t run,

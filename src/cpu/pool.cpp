@@ -8,15 +8,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <charconv>
 #include <condition_variable>
-#include <cstdlib>
-#include <cstring>
 #include <mutex>
 #include <system_error>
 #include <thread>
 #include <vector>
 
+#include "cpu/environment.h"
 #include "kvstride/error.h"
 #include "kvstride/threads.h"
 
@@ -26,12 +24,8 @@ namespace {
 constexpr int kMaxThreads = 1024;
 
 int default_threads() {
-  if (const char* given = std::getenv("KVSTRIDE_NUM_THREADS")) {
-    int threads = 0;
-    const char* end = given + std::strlen(given);
-    if (std::from_chars(given, end, threads).ptr != end) threads = 0;
-    if (threads >= 1 && threads <= kMaxThreads) return threads;
-  }
+  const std::int64_t given = cpu::number_from("KVSTRIDE_NUM_THREADS").value_or(0);
+  if (given >= 1 && given <= kMaxThreads) return static_cast<int>(given);
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));

@@ -14,12 +14,23 @@
 
 namespace kvstride {
 
+namespace {
+
+/// Highway's bits of what this build and this machine have, best first.
+std::vector<std::int64_t> targets() {
+  std::vector<std::int64_t> out;
+  const auto available = static_cast<std::int64_t>(hwy::SupportedTargets() & HWY_TARGETS);
+  for (std::int64_t bit = 1; bit > 0 && bit <= available; bit <<= 1) {
+    if ((available & bit) != 0) out.push_back(bit);
+  }
+  return out;
+}
+
+}  // namespace
+
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> out;
-  const auto available = static_cast<std::int64_t>(hwy::SupportedTargets() & HWY_TARGETS);
-  for (std::int64_t bit = 1; bit > 0 && bit <= available; bit <<= 1) {  // better sets have lower bits
-    if ((available & bit) != 0) out.emplace_back(hwy::TargetName(bit));
-  }
+  for (const std::int64_t bit : targets()) out.emplace_back(hwy::TargetName(bit));
   return out;
 }
 
@@ -28,9 +39,8 @@ namespace cpu {
 bool choose_target() {
   const char* wanted = std::getenv("KVSTRIDE_CPU_TARGET");
   if (wanted == nullptr || *wanted == '\0') return false;
-  const auto available = static_cast<std::int64_t>(hwy::SupportedTargets() & HWY_TARGETS);
-  for (std::int64_t bit = 1; bit > 0 && bit <= available; bit <<= 1) {
-    if ((available & bit) == 0 || std::string_view(hwy::TargetName(bit)) != wanted) continue;
+  for (const std::int64_t bit : targets()) {
+    if (std::string_view(hwy::TargetName(bit)) != wanted) continue;
     hwy::DisableTargets(bit - 1);  // those that are better
     return true;
   }

@@ -95,27 +95,32 @@ HWY_INLINE void separate(D d, V (&v)[kColumns]) {
   }
 }
 
+/// kCount registers from `src`, `src_step` bytes apart, permuted, to `dst`, `dst_step` bytes apart.
+template <class T, int kCount, class Permute>
+HWY_INLINE void exchange(std::byte* dst, std::int64_t dst_step, const std::byte* src, std::int64_t src_step,
+                         const Permute& permute, Ahead& ahead) {
+  const hn::FixedTag<T, 16 / sizeof(T)> d;
+  const hn::FixedTag<std::uint8_t, 16> bytes;
+  decltype(hn::Zero(d)) v[kCount];
+  for (int i = 0; i < kCount; ++i) v[i] = hn::BitCast(d, hn::LoadU(bytes, u8(src + i * src_step)));
+  permute(d, v);
+  for (int i = 0; i < kCount; ++i) hn::StoreU(hn::BitCast(bytes, v[i]), bytes, u8(dst + i * dst_step));
+  ahead.step<16 * kCount>();
+}
+
 /// Squares of 16 bytes by 16 bytes in registers; edges one element at a time.
 template <class T>
 struct Transpose {
   static void run(std::byte* dst, const std::byte* src, const Tile& tile, Ahead& ahead) {
     constexpr int kSide = 16 / sizeof(T);
     constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
-    const hn::FixedTag<T, kSide> d;
-    const hn::FixedTag<std::uint8_t, 16> bytes;
     const std::int64_t rows = tile.rows - tile.rows % kSide;
     const std::int64_t columns = tile.columns - tile.columns % kSide;
     for (std::int64_t c = 0; c < columns; c += kSide) {
       for (std::int64_t r = 0; r < rows; r += kSide) {
-        decltype(hn::Zero(d)) v[kSide];
-        for (int i = 0; i < kSide; ++i) {
-          v[i] = hn::BitCast(d, hn::LoadU(bytes, u8(src + (r + i) * tile.src_row + c * kItem)));
-        }
-        interleave<kSide>(d, v);
-        for (int i = 0; i < kSide; ++i) {
-          hn::StoreU(hn::BitCast(bytes, v[i]), bytes, u8(dst + (c + i) * tile.dst_column + r * kItem));
-        }
-        ahead.step<16 * kSide>();
+        exchange<T, kSide>(
+            dst + c * tile.dst_column + r * kItem, tile.dst_column, src + r * tile.src_row + c * kItem, tile.src_row,
+            [](auto d, auto& v) { interleave<kSide>(d, v); }, ahead);
       }
       for (std::int64_t r = rows; r < tile.rows; ++r) {
         for (std::int64_t i = c; i < c + kSide; ++i) {
@@ -150,17 +155,11 @@ template <class T, int kRows>
 HWY_INLINE void zip(std::byte* dst, const std::byte* src, const Tile& tile, Ahead& ahead) {
   constexpr int kSide = 16 / sizeof(T);
   constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
-  const hn::FixedTag<T, kSide> d;
-  const hn::FixedTag<std::uint8_t, 16> bytes;
   std::int64_t c = 0;
   for (; c + kSide <= tile.columns; c += kSide) {
-    decltype(hn::Zero(d)) v[kRows];
-    for (int i = 0; i < kRows; ++i) v[i] = hn::BitCast(d, hn::LoadU(bytes, u8(src + i * tile.src_row + c * kItem)));
-    interleave<kRows>(d, v);
-    for (int i = 0; i < kRows; ++i) {
-      hn::StoreU(hn::BitCast(bytes, v[i]), bytes, u8(dst + c * kRows * kItem + i * 16));
-    }
-    ahead.step<16 * kRows>();
+    exchange<T, kRows>(
+        dst + c * kRows * kItem, 16, src + c * kItem, tile.src_row, [](auto d, auto& v) { interleave<kRows>(d, v); },
+        ahead);
   }
   for (; c < tile.columns; ++c) {
     for (int r = 0; r < kRows; ++r) {
@@ -174,19 +173,11 @@ template <class T, int kColumns>
 HWY_INLINE void unzip(std::byte* dst, const std::byte* src, const Tile& tile, Ahead& ahead) {
   constexpr int kSide = 16 / sizeof(T);
   constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
-  const hn::FixedTag<T, kSide> d;
-  const hn::FixedTag<std::uint8_t, 16> bytes;
   std::int64_t r = 0;
   for (; r + kSide <= tile.rows; r += kSide) {
-    decltype(hn::Zero(d)) v[kColumns];
-    for (int i = 0; i < kColumns; ++i) {
-      v[i] = hn::BitCast(d, hn::LoadU(bytes, u8(src + kColumns * r * kItem + i * 16)));
-    }
-    separate<kColumns>(d, v);
-    for (int i = 0; i < kColumns; ++i) {
-      hn::StoreU(hn::BitCast(bytes, v[i]), bytes, u8(dst + i * tile.dst_column + r * kItem));
-    }
-    ahead.step<16 * kColumns>();
+    exchange<T, kColumns>(
+        dst + r * kItem, tile.dst_column, src + kColumns * r * kItem, 16,
+        [](auto d, auto& v) { separate<kColumns>(d, v); }, ahead);
   }
   for (; r < tile.rows; ++r) {
     for (std::int64_t c = 0; c < kColumns; ++c) {

@@ -3,6 +3,7 @@
 #include "cpu/unit.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 
 namespace kvstride::cpu {
@@ -109,6 +110,33 @@ struct Packed {
   }
 };
 
+/// Offsets of the source lines that the loops touch, ascending; none where there are more than `room`, or one is far
+/// away.
+std::size_t lines_of(List loops, std::int64_t item, std::int32_t* lines, std::size_t room) {
+  std::size_t taken = 0;
+  const std::int64_t run = run_of(loops, item, &Loop::src, taken);
+  std::int64_t count = (run + kLine - 1) / kLine;
+  std::int64_t last = run;
+  for (std::size_t i = taken; i < loops.size; ++i) {
+    count *= loops.loops[i].extent;
+    last += (loops.loops[i].extent - 1) * loops.loops[i].src;
+  }
+  if (count > static_cast<std::int64_t>(room) || last > std::numeric_limits<std::int32_t>::max()) return 0;
+  std::size_t num = 0;
+  std::int64_t at[kMaxLoops] = {};
+  for (std::int64_t offset = 0;;) {
+    for (std::int64_t i = 0; i < run; i += kLine) lines[num++] = static_cast<std::int32_t>(offset + i);
+    std::size_t i = taken;
+    for (; i < loops.size; ++i) {
+      offset += loops.loops[i].src;
+      if (++at[i] < loops.loops[i].extent) break;
+      offset -= loops.loops[i].src * loops.loops[i].extent;
+      at[i] = 0;
+    }
+    if (i == loops.size) return num;
+  }
+}
+
 }  // namespace
 
 Unit::Unit(const Loop* loops, std::size_t num_loops, std::int64_t item, std::int64_t cast_item, bool stream) {
@@ -127,12 +155,11 @@ Unit::Unit(const Loop* loops, std::size_t num_loops, std::int64_t item, std::int
       rest.add(loops[i]);
     }
   }
-  const bool element = item == 1 || item == 2 || item == 4 || item == 8 || item == 16;
   // A cast's staging buffer is packed by ascending steps of the source: along_src lies side by side there only if its
   // step is the smallest.
   bool smallest = along_dst.src > src_item;
   for (std::size_t i = 0; i < rest.size; ++i) smallest = smallest && rest.loops[i].src > src_item;
-  const bool tile = element && along_src.extent > 0 && along_dst.extent > 0 && (cast_item == 0 || smallest);
+  const bool tile = is_element(item) && along_src.extent > 0 && along_dst.extent > 0 && (cast_item == 0 || smallest);
   if (!tile) {
     if (along_src.extent > 0) rest.add(along_src);
     if (along_dst.extent > 0) rest.add(along_dst);
@@ -164,36 +191,7 @@ Unit::Unit(const Loop* loops, std::size_t num_loops, std::int64_t item, std::int
     inside.add(cut(last, divisor_below(last.extent, kUnitBytes / std::max(src_item, item)), outside));
   }
 
-  // Lines of the source.
-  if (forward) {
-    List by_src = inside;
-    std::size_t taken = 0;
-    const std::int64_t run = run_of(by_src, src_item, &Loop::src, taken);
-    std::int64_t count = (run + kLine - 1) / kLine;
-    for (std::size_t i = taken; i < by_src.size; ++i) count *= by_src.loops[i].extent;
-    if (count <= static_cast<std::int64_t>(sizeof(lines) / sizeof(lines[0]))) {
-      std::int64_t at[kMaxLoops] = {};
-      for (std::int64_t offset = 0;;) {
-        bool small = true;
-        for (std::int64_t i = 0; i < run && small; i += kLine) {
-          small = offset + i < std::int64_t{1} << 31;
-          lines[num_lines++] = static_cast<std::int32_t>(offset + i);
-        }
-        if (!small) {
-          num_lines = 0;
-          break;
-        }
-        std::size_t i = taken;
-        for (; i < by_src.size; ++i) {
-          offset += by_src.loops[i].src;
-          if (++at[i] < by_src.loops[i].extent) break;
-          offset -= by_src.loops[i].src * by_src.loops[i].extent;
-          at[i] = 0;
-        }
-        if (i == by_src.size) break;
-      }
-    }
-  }
+  if (forward) num_lines = lines_of(inside, src_item, lines, std::size(lines));
 
   const std::size_t first = tile ? 2 : 0;
   for (std::size_t i = first; i < inside.size; ++i) inner[num_inner++] = inside.loops[i];

@@ -5,13 +5,17 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "plan/recipe.h"
+#include "cpu/copy.h"
 
 namespace kvstride::cpu {
 
-constexpr std::int64_t kLine = 64;
 constexpr std::size_t kMaxLoops = 16;
 constexpr std::int64_t kUnitBytes = 8192;
+
+/// Bytes that fit a register: a run of so many is an element, which can be part of a tile.
+constexpr bool is_element(std::int64_t bytes) {
+  return bytes == 1 || bytes == 2 || bytes == 4 || bytes == 8 || bytes == 16;
+}
 
 /// Loops cut in two: `outer` steps from unit to unit, `inner` moves one unit. A unit is gathered in a buffer in the
 /// destination's order, without its gaps, and then written out in `flush` loops of whole `flush_run`s; where that would

@@ -8,6 +8,6 @@ namespace kvstride::plan {
 
 /// Held while kept recipes, their nests and kept sources are looked up or changed, never while bytes move. A fork waits
 /// for it, so that a child never inherits it locked by a thread that it does not have.
-std::recursive_mutex& kept_lock();
+std::mutex& kept_lock();
 
 }  // namespace kvstride::plan

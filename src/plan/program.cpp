@@ -6,11 +6,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
-#include <cstdlib>
-#include <cstring>
 
 #include "cpu/copy.h"
+#include "cpu/environment.h"
 #include "cpu/pool.h"
 #include "kvstride/error.h"
 #include "kvstride/threads.h"
@@ -43,9 +41,8 @@ void Program::add(std::int64_t tokens, std::int64_t src_slot, std::int64_t dst_s
       .push_back({src_slot, dst_slot});
 }
 
-void Program::check_block(const char* what, std::size_t at, std::int64_t id, const Layout& layout,
+void Program::check_block(const char* what, std::size_t at, std::int64_t id, std::int64_t limit,
                           const char* side) const {
-  const std::int64_t limit = layout.order().has(Axis::kBlock) ? layout.geometry().num_blocks : 1;
   if (id < 0 || id >= limit) {
     throw Error(ErrorCode::kBlockIndex, fmt::format("{}: block id {} in {}[{}] is outside the {} (num_blocks is {})",
                                                     recipe_->verb(), id, what, at, side, limit));
@@ -71,8 +68,8 @@ std::int64_t Program::bind(std::span<const Pair> pairs, std::optional<std::int64
   for (std::size_t i = 0; i < pairs.size(); ++i) {
     const Pair pair = pairs[i];  // read once: the caller's memory may change
     if (is_null(pair)) continue;
-    check_block(names.ids_name, i, pair.src, src_, names.src_name);
-    check_block(names.ids_name, i, pair.dst, dst_, names.dst_name);
+    check_block(names.ids_name, i, pair.src, recipe_->src_blocks(), names.src_name);
+    check_block(names.ids_name, i, pair.dst, recipe_->dst_blocks(), names.dst_name);
     sorted = sorted && (entries.empty() || entries.back().dst < pair.dst * size);
     entries.push_back({pair.src * size, pair.dst * size});
   }
@@ -97,8 +94,10 @@ void Program::bind_tokens(std::span<const std::int64_t> src_blocks, std::span<co
   const std::vector<std::int64_t> dst_ids(dst_blocks.begin(), dst_blocks.end());
   const std::int64_t src_size = src_.geometry().block_size;
   const std::int64_t dst_size = dst_.geometry().block_size;
-  for (std::size_t i = 0; i < src_ids.size(); ++i) check_block("src_blocks", i, src_ids[i], src_, "source");
-  for (std::size_t i = 0; i < dst_ids.size(); ++i) check_block("dst_blocks", i, dst_ids[i], dst_, "destination");
+  for (std::size_t i = 0; i < src_ids.size(); ++i)
+    check_block("src_blocks", i, src_ids[i], recipe_->src_blocks(), "source");
+  for (std::size_t i = 0; i < dst_ids.size(); ++i)
+    check_block("dst_blocks", i, dst_ids[i], recipe_->dst_blocks(), "destination");
   const auto check = [&](const char* side, std::int64_t first, std::int64_t blocks, std::int64_t size) {
     if (first < 0 || tokens.count < 0 || tokens.count > blocks * size - first) {
       throw Error(ErrorCode::kArgument, fmt::format("{}: {} tokens from token {} do not fit {} {} blocks of {}",
@@ -143,25 +142,26 @@ void Program::bind_tokens(std::span<const std::int64_t> src_blocks, std::span<co
   }
 }
 
-void Program::check_slot(const char* side, std::size_t at, std::int64_t slot, const Layout& layout) const {
-  const Geometry& g = layout.geometry();
-  const std::int64_t blocks = layout.order().has(Axis::kBlock) ? g.num_blocks : 1;
-  if (slot >= 0 && slot / g.block_size < blocks) return;
+void Program::check_slot(const char* side, std::size_t at, std::int64_t slot, std::int64_t blocks,
+                         std::int64_t block_size) const {
+  if (slot >= 0 && slot / block_size < blocks) return;
   throw Error(
       ErrorCode::kBlockIndex,
       fmt::format("{}: slot {} in {}[{}] is outside the {} (num_blocks {} × block_size {} is {})", recipe_->verb(),
-                  slot, recipe_->options().ids_name, at, side, blocks, g.block_size, blocks * g.block_size));
+                  slot, recipe_->options().ids_name, at, side, blocks, block_size, blocks * block_size));
 }
 
 void Program::bind_slots(std::span<const std::int64_t> src_slots, std::span<const std::int64_t> dst_slots,
                          bool skip_negative) {
   const std::size_t count = std::max(src_slots.size(), dst_slots.size());
+  const std::int64_t src_size = src_.geometry().block_size;
+  const std::int64_t dst_size = dst_.geometry().block_size;
   if (!src_slots.empty() && !dst_slots.empty() && src_slots.size() != dst_slots.size()) {
     throw Error(ErrorCode::kArgument, fmt::format("{}: {} source slots, {} destination slots", recipe_->verb(),
                                                   src_slots.size(), dst_slots.size()));
   }
   for (const PlanePair& pair : recipe_->planes()) {
-    if (pair.whole_only && src_.geometry().block_size * dst_.geometry().block_size > 1) {
+    if (pair.whole_only && src_size * dst_size > 1) {
       throw Error(ErrorCode::kArgument,
                   fmt::format("{}: plane '{}' moves with whole blocks only", recipe_->verb(), pair.src->name));
     }
@@ -174,8 +174,8 @@ void Program::bind_slots(std::span<const std::int64_t> src_slots, std::span<cons
     const auto counted = static_cast<std::int64_t>(i);
     const Entry move{src_slots.empty() ? counted : src_slots[i], dst_slots.empty() ? counted : dst_slots[i]};
     if (skip_negative && move.dst < 0) continue;
-    check_slot("source", i, move.src, src_);
-    check_slot("destination", i, move.dst, dst_);
+    check_slot("source", i, move.src, recipe_->src_blocks(), src_size);
+    check_slot("destination", i, move.dst, recipe_->dst_blocks(), dst_size);
     sorted = sorted && (moves.empty() || moves.back().dst < move.dst);
     moves.push_back(move);
   }
@@ -188,8 +188,6 @@ void Program::bind_slots(std::span<const std::int64_t> src_slots, std::span<cons
                 fmt::format("{}: destination slot {} is given twice", recipe_->verb(), twice->dst));
   }
   // Consecutive slots on both sides are one entry.
-  const std::int64_t src_size = src_.geometry().block_size;
-  const std::int64_t dst_size = dst_.geometry().block_size;
   for (auto first = moves.begin(); first != moves.end();) {
     const std::int64_t room = std::min(src_size - first->src % src_size, dst_size - first->dst % dst_size);
     std::int64_t n = 1;
@@ -260,23 +258,13 @@ void Program::check_memory_of(std::initializer_list<const Program*> programs) {
 
 namespace {
 
-constexpr std::int64_t kLine = 64;
-
-/// A whole number that is not negative; nothing where the text is anything else.
-std::optional<std::int64_t> number_of(const char* text) {
-  if (text == nullptr) return {};
-  const char* end = text + std::strlen(text);
-  std::int64_t value = 0;
-  const auto [stop, error] = std::from_chars(text, end, value);
-  if (error != std::errc{} || stop != end || value < 0) return {};
-  return value;
-}
+using cpu::kLine;
 
 /// Bytes of a call from which on writing past the caches is worth it: what would drive everything else out of the
 /// second one. KVSTRIDE_STREAM_BYTES overrides it.
 std::int64_t stream_threshold() {
   static const std::int64_t threshold = [] {
-    if (const auto given = number_of(std::getenv("KVSTRIDE_STREAM_BYTES"))) return *given;
+    if (const auto given = cpu::number_from("KVSTRIDE_STREAM_BYTES")) return *given;
     return std::max<std::int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE), std::int64_t{1} << 20);
   }();
   return threshold;
@@ -285,24 +273,17 @@ std::int64_t stream_threshold() {
 /// A group of copies, or as many steps of its first loop as start in the part.
 void run_group(std::byte* to, const std::byte* from, const Loop* loops, std::size_t num, const Strand& strand,
                std::int64_t run, Part part, bool stream) {
-  const auto move_loops = [&](std::byte* dst, const std::byte* src, const Loop* all, std::size_t count,
-                              std::int64_t head) {
+  const auto move = [&](std::byte* dst, const std::byte* src, const Loop* all, std::size_t count, std::int64_t head) {
     if (strand.cast.active) {
       cpu::cast(dst, src, all, count, strand.cast, head, stream);
     } else {
       cpu::copy(dst, src, all, count, run, stream);
     }
   };
-  const auto move = [&](std::byte* dst, const std::byte* src, const Loop* all, std::int64_t head) {
-    move_loops(dst, src, all, num, head);
-  };
-  const auto for_one = [&](std::byte* dst, const std::byte* src, std::int64_t head) {
-    move_loops(dst, src, loops + 1, num - 1, head);
-  };
   const std::int64_t bytes = iterations(loops, num) * run;
-  if (part.begin <= 0 && part.end >= bytes) return move(to, from, loops, 0);
+  if (part.begin <= 0 && part.end >= bytes) return move(to, from, loops, num, 0);
   if (num == 0) {
-    if (part.begin <= 0) move(to, from, loops, 0);  // one element
+    if (part.begin <= 0) move(to, from, loops, num, 0);  // one element
     return;
   }
   const std::int64_t step = bytes / loops[0].extent;
@@ -315,18 +296,14 @@ void run_group(std::byte* to, const std::byte* from, const Loop* loops, std::siz
   std::array<Loop, 32> mine;
   if (num > mine.size()) {
     for (std::int64_t i = first; i < last; ++i) {
-      for_one(to + i * loops[0].dst, from + i * loops[0].src, i * loops[0].head);
+      move(to + i * loops[0].dst, from + i * loops[0].src, loops + 1, num - 1, i * loops[0].head);
     }
     return;
   }
   std::copy(loops, loops + num, mine.begin());
   mine[0].extent = last - first;
-  move(to + first * loops[0].dst, from + first * loops[0].src, mine.data(), first * loops[0].head);
+  move(to + first * loops[0].dst, from + first * loops[0].src, mine.data(), num, first * loops[0].head);
 }
-
-}  // namespace
-
-namespace {
 
 /// Runs that wait for their source's lines: each is asked for when it is put in, and copied some runs later.
 class Waiting {
@@ -384,7 +361,7 @@ void Program::run_part(Part part, bool stream) const {
                    std::int64_t start) {
                  const auto* from = reinterpret_cast<const std::byte*>(src.byte + shift_);
                  auto* to = reinterpret_cast<std::byte*>(dst.byte);
-                 if (strand.outer) return waiting.put(to, from, run);  // cut by the walk
+                 if (strand.runs_only) return waiting.put(to, from, run);  // cut by the walk
                  run_group(to, from, loops, num, strand, run, {here.begin - start, here.end - start}, stream);
                });
     at += one.nest->entry_bytes * static_cast<std::int64_t>(one.entries.size());

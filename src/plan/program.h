@@ -76,8 +76,9 @@ class Program {
   void add(std::int64_t tokens, std::int64_t src_slot, std::int64_t dst_slot);
   void clear();
   bool apart() const;
-  void check_block(const char* what, std::size_t at, std::int64_t id, const Layout& layout, const char* side) const;
-  void check_slot(const char* side, std::size_t at, std::int64_t slot, const Layout& layout) const;
+  void check_block(const char* what, std::size_t at, std::int64_t id, std::int64_t limit, const char* side) const;
+  void check_slot(const char* side, std::size_t at, std::int64_t slot, std::int64_t blocks,
+                  std::int64_t block_size) const;
   void run_part(Part part, bool stream) const;
 
   std::shared_ptr<const Recipe> recipe_;

@@ -6,7 +6,6 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <new>
 #include <numeric>
 #include <string_view>
 
@@ -17,11 +16,6 @@
 
 namespace kvstride::plan {
 namespace {
-
-bool is_f8(DType dtype) {
-  return dtype == DType::kF8E4M3 || dtype == DType::kF8E5M2 || dtype == DType::kF8E4M3Fnuz ||
-         dtype == DType::kF8E5M2Fnuz;
-}
 
 /// Tokens below the outermost token mode.
 std::int64_t period_of(const Plane& plane) {
@@ -72,6 +66,11 @@ std::int64_t SlotOffset::largest_step() const {
 
 Recipe::Recipe(const char* verb, End src, End dst, BuildOptions options)
     : verb_(verb), src_(*src.layout), dst_(*dst.layout), options_(std::move(options)) {
+  const auto blocks = [](const Layout& layout) {
+    return layout.order().has(Axis::kBlock) ? layout.geometry().num_blocks : 1;
+  };
+  src_blocks_ = blocks(src_);
+  dst_blocks_ = blocks(dst_);
   has_memory_ = src.cache != nullptr && dst.cache != nullptr;
   if (has_memory_) {
     src_tensors_ = src.cache->tensors();
@@ -232,14 +231,13 @@ void Recipe::build_strands(Nest& nest) const {
     if (const auto given = options_.plan.scales.find(src.name); given != options_.plan.scales.end() && cast.active) {
       cast.scales = given->second;
     }
-    const bool by_head = cast.scales.size() > 1;
     const std::int64_t first_scale = is_f8(src.dtype) ? pair.heads.src_first : pair.heads.dst_first;
     SlotOffset src_slot{src.merged(Axis::kBlock), src_token, src_size};
     SlotOffset dst_slot{dst.merged(Axis::kBlock), dst_token, dst_size};
     if (pair.whole_only) src_slot.token = dst_slot.token = {};
     auto head_pieces = refine(src.merged(Axis::kHead), pair.heads.src_first, dst.merged(Axis::kHead),
                               pair.heads.dst_first, pair.heads.count);
-    if (by_head) number_heads(head_pieces);
+    if (cast.by_head()) number_heads(head_pieces);
     // Splits that do not nest fall into single elements; a plan of such pieces would outgrow the data.
     constexpr std::int64_t kMaxBases = std::int64_t{1} << 22;
     std::int64_t pieces = 1;
@@ -261,7 +259,7 @@ void Recipe::build_strands(Nest& nest) const {
           strand.loops.insert(strand.loops.end(), dim.loops.begin(), dim.loops.end());
           strand.run = item_size(dst.dtype);
           strand.cast = cast.active ? cast : Cast{};
-          if (by_head) {  // from the first head of the piece on
+          if (cast.by_head()) {  // from the first head of the piece on
             strand.cast.scales.erase(strand.cast.scales.begin(),
                                      strand.cast.scales.begin() + static_cast<std::ptrdiff_t>(first_scale + head.head));
           }
@@ -297,19 +295,15 @@ void Recipe::build_strands(Nest& nest) const {
     nest.entry_bytes += strand.group_bytes * static_cast<std::int64_t>(strand.bases.size());
     const std::int64_t src_step = strand.src_slot.largest_step();
     const std::int64_t dst_step = strand.dst_slot.largest_step();
-    std::size_t outer = 0;
-    while (outer < strand.loops.size() && strand.loops[outer].src > src_step && strand.loops[outer].dst > dst_step) {
-      ++outer;
-    }
-    if (outer == strand.loops.size() && !strand.cast.active && options_.merge) strand.outer = outer;
+    strand.runs_only = !strand.cast.active &&
+                       std::all_of(strand.loops.begin(), strand.loops.end(),
+                                   [&](const Loop& loop) { return loop.src > src_step && loop.dst > dst_step; });
   }
 }
 
-std::recursive_mutex& kept_lock() {
-  static std::recursive_mutex& mutex = *new std::recursive_mutex;  // never destroyed
-  // In the child the owner has another id and could not unlock it: it starts anew.
-  static const int at_fork =
-      pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { new (&mutex) std::recursive_mutex; });
+std::mutex& kept_lock() {
+  static std::mutex& mutex = *new std::mutex;  // never destroyed
+  static const int at_fork = pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
   (void)at_fork;
   return mutex;
 }
@@ -320,16 +314,8 @@ const Nest& Recipe::nest(std::int64_t tokens, std::int64_t src_token, std::int64
   if (const auto found = nests_.find(key); found != nests_.end()) return found->second;
   Nest built{key[0], key[1], key[2], {}, 0};
   build_strands(built);
+  for (const Strand& strand : built.strands) weight_ += 1 + strand.bases.size();
   return nests_.emplace(key, std::move(built)).first->second;
-}
-
-std::size_t Recipe::weight() const {
-  const std::lock_guard lock(kept_lock());
-  std::size_t out = 0;
-  for (const auto& [key, nest] : nests_) {
-    for (const Strand& strand : nest.strands) out += 1 + strand.bases.size();
-  }
-  return out;
 }
 
 namespace {
@@ -382,7 +368,7 @@ std::shared_ptr<const Recipe> recipe_for(const char* verb, const Cache& src, con
   static Recipes& recipes = *new Recipes;  // never destroyed: other threads may call until the process ends
   if (auto found = recipes.find(verb, src.id(), dst.id(), options)) return found;
   if (check != nullptr) check(src, dst);
-  auto made = std::make_shared<const Recipe>(verb, End{&src.layout(), &src}, End{&dst.layout(), &dst}, options);
+  auto made = std::make_shared<const Recipe>(verb, end_of(src), end_of(dst), options);
   recipes.keep(src.id(), dst.id(), made);
   return made;
 }

@@ -30,6 +30,8 @@ struct Cast {
   DType dst{};
   bool active = false;
   std::vector<float> scales{1.0F};  ///< one, or one for each head that the loops count from 0
+  bool by_head() const { return scales.size() > 1; }
+  float scale(std::int64_t head) const { return scales[by_head() ? static_cast<std::size_t>(head) : 0]; }
   bool operator==(const Cast&) const = default;
 };
 
@@ -65,9 +67,8 @@ struct Strand {
   SlotOffset src_slot;
   SlotOffset dst_slot;
   std::vector<Base> bases;
-  /// Leading loops that go outside the entries, so that runs of neighbouring blocks meet: set where nothing but runs is
-  /// inside.
-  std::optional<std::size_t> outer;
+  /// All loops go outside the entries: inside are runs only, so that those of neighbouring blocks can meet.
+  bool runs_only = false;
   std::int64_t group_bytes = 0;  ///< that one base of one entry writes
 };
 
@@ -100,7 +101,6 @@ struct BuildOptions {
   std::int64_t dst_first_layer = 0;
   std::optional<std::int64_t> num_layers;
   std::vector<std::string> planes;  ///< empty: all
-  bool merge = true;                ///< join neighbouring entries
   const char* ids_name = "pairs";   ///< for messages: the argument with the block ids …
   const char* src_name = "source";  ///< … and what they are ids of
   const char* dst_name = "destination";
@@ -112,6 +112,8 @@ struct End {
   const Layout* layout;
   const Cache* cache;  ///< null for a layout without memory
 };
+
+inline End end_of(const Cache& cache) { return {&cache.layout(), &cache}; }
 
 /// Both layouts, what was asked for, and the nests. Immutable but for nests, which are built when they are first
 /// needed. Safe to share between threads. Neither copied nor moved: nests point into its layouts.
@@ -129,6 +131,9 @@ class Recipe {
   const BuildOptions& options() const { return options_; }
   const Layout& src() const { return src_; }
   const Layout& dst() const { return dst_; }
+  /// Blocks that ids of a side may name.
+  std::int64_t src_blocks() const { return src_blocks_; }
+  std::int64_t dst_blocks() const { return dst_blocks_; }
   const std::vector<PlanePair>& planes() const { return planes_; }
   const std::vector<std::byte*>& src_tensors() const { return src_tensors_; }
   const std::vector<std::byte*>& dst_tensors() const { return dst_tensors_; }
@@ -136,8 +141,8 @@ class Recipe {
   bool read_only() const { return read_only_; }
   /// Whether the memory of the two sides has no byte in common, whatever the ids are.
   bool apart() const { return apart_; }
-  /// Pieces that the nests hold.
-  std::size_t weight() const;
+  /// Pieces that the nests hold. Read with kept_lock() held.
+  std::size_t weight() const { return weight_; }
 
  private:
   void build_strands(Nest& nest) const;
@@ -152,12 +157,15 @@ class Recipe {
   bool apart_ = false;
   BuildOptions options_;
   std::vector<PlanePair> planes_;
+  std::int64_t src_blocks_ = 1;
+  std::int64_t dst_blocks_ = 1;
   std::int64_t src_first_layer_ = 0;
   std::int64_t dst_first_layer_ = 0;
   std::int64_t layers_ = 1;
   std::int64_t src_period_ = 1;
   std::int64_t dst_period_ = 1;
   mutable std::map<std::array<std::int64_t, 3>, Nest> nests_;  // by tokens and phases
+  mutable std::size_t weight_ = 0;
 };
 
 /// The recipe for two caches, made now or kept from an earlier call: caches never change, so their ids name them.

@@ -33,7 +33,7 @@ void walk(const Nest& nest, std::span<const Entry> entries, Part part, const Sin
     const std::int64_t low = std::clamp<std::int64_t>(part.begin - at, 0, strand_bytes);
     const std::int64_t high = std::clamp<std::int64_t>(part.end - at, 0, strand_bytes);
     if (low >= high) continue;
-    if (!strand.outer) {
+    if (!strand.runs_only) {
       const std::int64_t last = (high + strand.group_bytes - 1) / strand.group_bytes;
       std::int64_t group = low / strand.group_bytes;
       for (std::int64_t e = group / num_bases; group < last; ++e) {
