@@ -9,6 +9,7 @@ install(EXPORT kvstrideTargets NAMESPACE kvstride:: DESTINATION ${CMAKE_INSTALL_
 # The library is static: who links it links what it was built on.
 file(WRITE ${CMAKE_CURRENT_BINARY_DIR}/kvstrideConfig.cmake
   "include(CMakeFindDependencyMacro)\nfind_dependency(hwy)\nfind_dependency(Threads)\n"
+  "set(OPENSSL_USE_STATIC_LIBS TRUE)\nfind_dependency(OpenSSL COMPONENTS Crypto)\n"
   "include(\"\${CMAKE_CURRENT_LIST_DIR}/kvstrideTargets.cmake\")\n")
 write_basic_package_version_file(kvstrideConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/kvstrideConfig.cmake ${CMAKE_CURRENT_BINARY_DIR}/kvstrideConfigVersion.cmake

@@ -16,6 +16,7 @@ enum class ErrorCode {
   kNotStrided,  ///< the bytes have no [block, token, head, dim] view
   kBlockIndex,  ///< a block, slot, layer or element index out of range
   kDType,       ///< dtypes that differ or that a verb cannot handle
+  kStore,       ///< a store cannot be opened or configured
 };
 
 /// Thrown by every function of the library that refuses its input. Nothing was written when it is thrown.

@@ -32,7 +32,9 @@ from .errors import (
     StoreError,
     UnknownLayout,
 )
+from .identity import Key, Namespace
 from .plan import Plan
+from .store import DirectoryTier, HostTier, Job, Pins, Store, Tier
 
 __version__ = version()
 
@@ -42,16 +44,24 @@ __all__ = [
     "BlockIndexError",
     "Cache",
     "DTypeError",
+    "DirectoryTier",
     "EngineError",
     "Entry",
     "Error",
     "Geometry",
+    "HostTier",
+    "Job",
+    "Key",
     "Layout",
     "LayoutError",
+    "Namespace",
     "NotStrided",
+    "Pins",
     "Plan",
     "Reading",
+    "Store",
     "StoreError",
+    "Tier",
     "UnknownLayout",
     "candidates",
     "convert_blocks",

@@ -16,6 +16,7 @@ const char* class_of(ErrorCode code) {
     case ErrorCode::kNotStrided: return "NotStrided";
     case ErrorCode::kBlockIndex: return "BlockIndexError";
     case ErrorCode::kDType: return "DTypeError";
+    case ErrorCode::kStore: return "StoreError";
   }
   return "Error";
 }
@@ -45,4 +46,6 @@ NB_MODULE(_core, m) {
   bind_layouts(m);
   bind_detect(m);
   bind_blocks(m);
+  bind_identity(m);
+  bind_store(m);
 }

@@ -207,6 +207,15 @@ void Program::place_source(const std::byte* at, std::int64_t bytes) {
   placed_ = Interval{address, address + bytes};
 }
 
+void Program::move_source(const std::byte* at, const std::byte* nominal) {
+  shift_ = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(at) - reinterpret_cast<std::uintptr_t>(nominal));
+}
+
+void Program::move_destination(std::byte* at, const std::byte* nominal) {
+  dst_shift_ =
+      static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(at) - reinterpret_cast<std::uintptr_t>(nominal));
+}
+
 std::map<std::int64_t, std::int64_t> Program::sizes() const {
   std::map<std::int64_t, std::int64_t> out;
   walk([&](Side, Side, const Loop* loops, std::size_t num, const Strand&, std::int64_t run) {
@@ -360,7 +369,7 @@ void Program::run_part(Part part, bool stream) const {
                [&](Side src, Side dst, const Loop* loops, std::size_t num, const Strand& strand, std::int64_t run,
                    std::int64_t start) {
                  const auto* from = reinterpret_cast<const std::byte*>(src.byte + shift_);
-                 auto* to = reinterpret_cast<std::byte*>(dst.byte);
+                 auto* to = reinterpret_cast<std::byte*>(dst.byte + dst_shift_);
                  if (strand.runs_only) return waiting.put(to, from, run);  // cut by the walk
                  run_group(to, from, loops, num, strand, run, {here.begin - start, here.end - start}, stream);
                });

@@ -42,6 +42,10 @@ class Program {
 
   /// For a recipe whose source is one tensor: it lies here, up to `bytes` from there.
   void place_source(const std::byte* at, std::int64_t bytes);
+  /// The same for memory that nobody else can name, of a recipe that was made for tensors from `nominal` on: all of
+  /// them lie `at − nominal` further on. check_memory() does not look at it.
+  void move_source(const std::byte* at, const std::byte* nominal);
+  void move_destination(std::byte* at, const std::byte* nominal);
 
   std::int64_t num_copies() const;
   std::int64_t num_bytes() const;
@@ -53,6 +57,8 @@ class Program {
   static void check_memory_of(std::initializer_list<const Program*> programs);
   /// Runs all entries of all nests; no checks.
   void run() const;
+  /// The same on the calling thread only; `stream`: past the caches.
+  void run_here(bool stream) const { run_part({0, num_bytes()}, stream); }
   /// Several programs as one: large ones go past the caches, and are split over threads by bytes.
   static void run_all(std::initializer_list<const Program*> programs);
 
@@ -66,7 +72,8 @@ class Program {
       plan::walk(*one.nest, one.entries, Part{},
                  [&](Side src, Side dst, const Loop* loops, std::size_t num, const Strand& strand, std::int64_t run,
                      std::int64_t) {
-                   sink(Side{src.tensor, src.byte + shift_}, dst, loops, num, strand, run);
+                   sink(Side{src.tensor, src.byte + shift_}, Side{dst.tensor, dst.byte + dst_shift_}, loops, num, strand,
+                        run);
                  });
     }
   }
@@ -85,6 +92,7 @@ class Program {
   const Layout& src_;
   const Layout& dst_;
   std::int64_t shift_ = 0;          ///< of the source
+  std::int64_t dst_shift_ = 0;      ///< of the destination
   std::optional<Interval> placed_;  ///< where the source lies
   std::array<std::byte, 1024> few_;
   std::pmr::monotonic_buffer_resource memory_{few_.data(), few_.size()};

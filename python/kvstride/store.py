@@ -1,0 +1,483 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store: verified chunks of KV blocks in host memory and in a directory (docs/store.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from . import _core
+from ._args import to_int, to_numbers, to_size
+from ._ids import to_vector
+from ._tensor import is_torch
+from .blocks import core_of
+from .cache import Cache
+from .errors import ArgumentError, DTypeError, StoreError
+from .identity import Key, Namespace
+
+#: (first, second, count): of put the cache's first head and the stored one, of get the stored and the cache's.
+Heads = tuple[int, int, int]
+
+
+class Tier:
+    """A place for chunks. May be given to several stores, of other namespaces too, which then share its room."""
+
+    _core: _core.Tier
+
+    def metrics(self) -> dict[str, Any]:
+        """Capacity, use, counters and latencies; see docs/store.md."""
+        return self._core.metrics()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__}: it belongs to this process and cannot be pickled or copied")
+
+
+class HostTier(Tier):
+    """Host memory of exactly `num_bytes`, 4 KiB of header for each chunk included.
+
+    `eviction` is 's3fifo' or 'lru'. With `shared_name` the memory is /dev/shm/kvstride-<name>, which goes with this
+    process, or with the next one of that name where this one is killed. Raises StoreError where the memory cannot be
+    had.
+    """
+
+    def __init__(self, num_bytes: int, *, eviction: str = "s3fifo", shared_name: str | None = None) -> None:
+        size = _bytes_of(num_bytes, "HostTier: num_bytes")
+        name = "" if shared_name is None else _text(shared_name, "HostTier: shared_name")
+        self._core = _core.host_tier(size, _choice(eviction, ("s3fifo", "lru"), "HostTier: eviction"), name)
+
+
+class DirectoryTier(Tier):
+    """Files in a directory, at most `max_bytes` of them, also with several processes and over restarts.
+
+    `keep_free` bytes stay free on the file system (1 GiB, at most 5 % of it). `sync`: fdatasync before a file gets its
+    name; without it a power cut may damage files, which reading finds out. `group`: files 0660 and directories 2770,
+    other owners accepted, for volumes whose user ids vary. `engine` is 'auto', 'io_uring' or 'blocking'. `num_threads`
+    do I/O (0: 2 with io_uring, 8 without); `staging_bytes` are memory for chunks on their way (128 MiB);
+    `queue_chunks` may wait for the disk, more are refused. `lookup_timeout` (seconds) bounds what a lookup waits for
+    the file system's word on unknown keys. Raises StoreError where the directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        max_bytes: int,
+        *,
+        keep_free: int | None = None,
+        eviction: str = "s3fifo",
+        sync: bool = False,
+        group: bool = False,
+        engine: str = "auto",
+        num_threads: int = 0,
+        staging_bytes: int = 0,
+        queue_chunks: int = 4096,
+        lookup_timeout: float = 0.05,
+    ) -> None:
+        where = os.fspath(path)
+        self._core = _core.directory_tier(
+            _text(where, "DirectoryTier: path"),
+            _bytes_of(max_bytes, "DirectoryTier: max_bytes"),
+            None if keep_free is None else _bytes_of(keep_free, "DirectoryTier: keep_free"),
+            _choice(eviction, ("s3fifo", "lru"), "DirectoryTier: eviction"),
+            _flag(sync, "DirectoryTier: sync"),
+            _flag(group, "DirectoryTier: group"),
+            _choice(engine, ("auto", "io_uring", "blocking"), "DirectoryTier: engine"),
+            _small(num_threads, "DirectoryTier: num_threads", 0, 256),
+            _bytes_of(staging_bytes, "DirectoryTier: staging_bytes"),
+            _small(queue_chunks, "DirectoryTier: queue_chunks", 1, 1 << 24),
+            _seconds(lookup_timeout, "DirectoryTier: lookup_timeout"),
+        )
+
+
+class Job:
+    """A request under way. The store keeps the memory that it uses until it is done."""
+
+    def __init__(self, core: _core.Job, keeps: tuple[Any, ...]) -> None:
+        self._core = core
+        self._keeps = keeps
+        #: What `after` raised, if it did; the chunks are then 'refused'.
+        self.error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether every chunk has its outcome."""
+        return self._core.done
+
+    def wait(self, timeout: float | None = None) -> list[str]:
+        """One outcome for each key: 'ok', 'miss', 'corrupt', 'io_error', 'timeout' or 'refused'.
+
+        Never much later than the request's deadline. Raises TimeoutError where `timeout` (seconds) is over before; the
+        request goes on.
+        """
+        if timeout is None:
+            # In steps, so that Ctrl-C is heard.
+            while not self._core.wait_for(0.2):
+                pass
+        elif not self._core.wait_for(_seconds(timeout, "wait: timeout")):
+            raise TimeoutError(f"wait: not done after {timeout} s")
+        return self._core.wait()
+
+    def poll(self) -> list[str | None]:
+        """Outcomes so far, None for chunks under way."""
+        return self._core.poll()
+
+    def cancel(self) -> None:
+        """What has not started is 'refused'."""
+        self._core.cancel()
+
+    def __repr__(self) -> str:
+        return f"Job({self.poll()})"
+
+
+class Pins:
+    """Keeps chunks from being evicted until `release`, or the end of a with block."""
+
+    def __init__(self, core: _core.Pins) -> None:
+        self._core: _core.Pins | None = core
+        #: Whether each key was there.
+        self.found: list[bool] = core.found
+
+    def release(self) -> None:
+        """Lets them go; more than once does nothing."""
+        self._core = None
+
+    def __enter__(self) -> Pins:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Store:
+    """Chunks of one namespace in tiers, fastest first. A context manager. Thread-safe.
+
+    Every byte is verified before it reaches a cache. `num_threads` convert and check (0: the cores, at most 4);
+    `queue_chunks` may wait, more are refused at once; `deadline` (seconds) bounds every request that gives none.
+    `write_behind`: a put is done when the first tier has the chunk. `promote`: whole chunks read from a lower tier go
+    to the upper ones.
+    """
+
+    def __init__(
+        self,
+        tiers: Tier | Sequence[Tier],
+        *,
+        namespace: Namespace,
+        num_threads: int = 0,
+        queue_chunks: int = 4096,
+        deadline: float = 10.0,
+        write_behind: bool = False,
+        promote: bool = True,
+    ) -> None:
+        self._live: list[Job] = []
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        if isinstance(tiers, Tier):
+            tiers = [tiers]
+        if not isinstance(tiers, (list, tuple)) or not all(isinstance(tier, Tier) for tier in tiers):
+            raise ArgumentError(f"Store: tiers is {tiers!r:.100}, expected tiers such as HostTier(num_bytes)")
+        if not isinstance(namespace, Namespace):
+            raise ArgumentError(f"Store: namespace is {type(namespace).__name__}, expected a Namespace")
+        self.namespace = namespace
+        self.tiers = tuple(tiers)
+        self._core = _core.Store(
+            [tier._core for tier in tiers],
+            namespace._core,
+            _small(num_threads, "Store: num_threads", 0, 256),
+            _small(queue_chunks, "Store: queue_chunks", 1, 1 << 24),
+            _seconds(deadline, "Store: deadline"),
+            _flag(write_behind, "Store: write_behind"),
+            _flag(promote, "Store: promote"),
+        )
+
+    def put(
+        self,
+        keys: Sequence[Key | bytes],
+        cache: Cache,
+        blocks: Any,
+        *,
+        heads: Heads | None = None,
+        after: Any = None,
+        deadline: float | None = None,
+    ) -> Job:
+        """Keep blocks of `cache`, of any layout, under `keys`.
+
+        `blocks` has block_size / cache.block_size neighbouring ids for each key. `heads` is (cache first, stored first,
+        count) where the cache has some of the namespace's heads. `after` is an event (`threading.Event`, `torch.Event`,
+        a future, a function that answers True): nothing is read before it; None means that the bytes are ready. The
+        blocks must not change until the job is done; ids are copied. Raises for what is wrong whatever the store holds
+        (LayoutError, DTypeError, BlockIndexError, ArgumentError); everything else is an outcome.
+        """
+        return self._transfer("put", keys, cache, blocks, heads, after, deadline)
+
+    def get(
+        self,
+        keys: Sequence[Key | bytes],
+        cache: Cache,
+        blocks: Any,
+        *,
+        heads: Heads | None = None,
+        after: Any = None,
+        deadline: float | None = None,
+    ) -> Job:
+        """Fill blocks of `cache` from `keys`; a chunk's blocks are written whole, or not at all.
+
+        `heads` is (stored first, cache first, count); the rest is as with `put`. A chunk that several tensor-parallel
+        writers wrote is put together from their files.
+        """
+        if heads is not None:
+            stored, first, count = to_numbers(heads, ("stored first", "cache first", "count"), "get: heads")
+            heads = (first, stored, count)
+        return self._transfer("get", keys, cache, blocks, heads, after, deadline)
+
+    def _transfer(
+        self, verb: str, keys: Any, cache: Any, blocks: Any, heads: Any, after: Any, deadline: float | None
+    ) -> Job:
+        names = to_keys(keys, verb)
+        core = core_of(cache, f"{verb}: cache")
+        ids = to_vector(blocks, f"{verb}: blocks")
+        span = to_numbers(heads, ("cache first", "stored first", "count"), f"{verb}: heads")
+        time_limit = None if deadline is None else _seconds(deadline, f"{verb}: deadline")
+        gate = None if after is None else _core.Gate()
+        self._check_process(verb)
+        call = self._core.put if verb == "put" else self._core.get
+        job = Job(call(names, core, ids, span, gate, time_limit), (cache, self))
+        return self._started(job, gate, after)
+
+    def put_bytes(
+        self, keys: Sequence[Key | bytes], buffers: Sequence[Any], *, after: Any = None, deadline: float | None = None
+    ) -> Job:
+        """Keep raw bytes, one contiguous buffer for each key; the namespace must have `raw`."""
+        return self._bytes("put_bytes", keys, buffers, after, deadline)
+
+    def get_bytes(
+        self, keys: Sequence[Key | bytes], buffers: Sequence[Any], *, after: Any = None, deadline: float | None = None
+    ) -> Job:
+        """Fill writable buffers; a chunk of another size is a 'miss'."""
+        return self._bytes("get_bytes", keys, buffers, after, deadline)
+
+    def _bytes(self, verb: str, keys: Any, buffers: Any, after: Any, deadline: float | None) -> Job:
+        names = to_keys(keys, verb)
+        if not isinstance(buffers, (list, tuple)):
+            raise ArgumentError(f"{verb}: buffers is {type(buffers).__name__}, expected a list of buffers")
+        views = [_buffer(one, f"{verb}: buffers[{i}]", verb == "get_bytes") for i, one in enumerate(buffers)]
+        spans = [(address, size) for address, size, _ in views]
+        if verb == "get_bytes":
+            _check_apart(spans)
+        time_limit = None if deadline is None else _seconds(deadline, f"{verb}: deadline")
+        gate = None if after is None else _core.Gate()
+        self._check_process(verb)
+        call = self._core.put_bytes if verb == "put_bytes" else self._core.get_bytes
+        return self._started(Job(call(names, spans, gate, time_limit), (views, buffers, self)), gate, after)
+
+    def lookup(self, keys: Sequence[Key | bytes], *, heads: tuple[int, int] | None = None) -> list[bool]:
+        """Whether all heads, or `heads` (first, count), of each chunk are held. Nothing is read."""
+        self._check_process("lookup")
+        return self._core.lookup(to_keys(keys, "lookup"), to_numbers(heads, ("first", "count"), "lookup: heads"))
+
+    def lookup_prefix(self, keys: Sequence[Key | bytes], *, heads: tuple[int, int] | None = None) -> int:
+        """How many chunks from the first on are held without a gap."""
+        self._check_process("lookup_prefix")
+        return self._core.lookup_prefix(
+            to_keys(keys, "lookup_prefix"), to_numbers(heads, ("first", "count"), "lookup_prefix: heads")
+        )
+
+    def pin(self, keys: Sequence[Key | bytes]) -> Pins:
+        """Keep what is there from being evicted, until the result is released."""
+        return Pins(self._core.pin(to_keys(keys, "pin")))
+
+    def remove(self, keys: Sequence[Key | bytes]) -> int:
+        """Forget chunks in all tiers. Returns how many keys were there."""
+        self._check_process("remove")
+        return self._core.remove(to_keys(keys, "remove"))
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters, latencies and tiers; see docs/store.md, and `kvstride.prometheus` for a collector."""
+        return self._core.metrics()
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until everything that was put is in all tiers; whether it is."""
+        return self._core.flush(_seconds(timeout, "flush: timeout"))
+
+    def close(self) -> None:
+        """Refuse what has not started, wait for the rest (at most until the deadlines), and refuse later requests."""
+        if os.getpid() != self._pid or not hasattr(self, "_core"):
+            return
+        self._core.close()
+        with self._lock:
+            self._live.clear()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("Store: it belongs to this process and cannot be pickled or copied")
+
+    def _check_process(self, verb: str) -> None:
+        if os.getpid() != self._pid:
+            raise StoreError(f"{verb}: the store belongs to process {self._pid}; open one after the fork")
+
+    def _started(self, job: Job, gate: _core.Gate | None, after: Any) -> Job:
+        """Keeps what a job uses until it is done, whatever its owner does."""
+        with self._lock:
+            if len(self._live) >= 64:
+                self._live = [one for one in self._live if not one.done]
+            self._live.append(job)
+        if gate is not None:
+            _WATCHER.add(gate, after, job)
+        return job
+
+
+class _Watcher:
+    """One thread that asks the events of `after`, so that the library's threads never need the interpreter."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[_core.Gate, Any, Job]] = []
+        self._pid = 0
+
+    def add(self, gate: _core.Gate, event: Any, job: Job) -> None:
+        ready = _question(event)
+        if self._ask(gate, ready, job):
+            return
+        with self._changed:
+            if self._pid != os.getpid():  # none yet, or left behind by a fork
+                self._pid = os.getpid()
+                self._waiting = []
+                threading.Thread(target=self._run, name="kvstride-after", daemon=True).start()
+            self._waiting.append((gate, ready, job))
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._changed.wait()
+                waiting, self._waiting = self._waiting, []
+            waiting = [one for one in waiting if not self._ask(*one)]
+            with self._changed:
+                self._waiting += waiting
+            time.sleep(0.0005)
+
+    @staticmethod
+    def _ask(gate: _core.Gate, ready: Any, job: Job) -> bool:
+        """Whether the job needs no more attention."""
+        try:
+            if ready():
+                gate.open()
+                return True
+        except BaseException as error:
+            job.error = error
+            job.cancel()
+            return True
+        return job.done
+
+
+_WATCHER = _Watcher()
+
+
+def _question(event: Any) -> Any:
+    """A function that answers whether an event has happened."""
+    for name in ("is_set", "query", "done"):
+        method = getattr(event, name, None)
+        if callable(method):
+            return method
+    if callable(event):
+        return event
+    raise ArgumentError(f"after: {type(event).__name__} has none of is_set(), query() and done(), and is no function")
+
+
+def to_keys(keys: Any, verb: str) -> list[bytes]:
+    """The bytes of keys."""
+    if isinstance(keys, (Key, bytes, str)) or not isinstance(keys, Sequence):
+        raise ArgumentError(f"{verb}: keys is {type(keys).__name__}, expected a list of Key or bytes")
+    return [key._bytes if isinstance(key, Key) else _key(key, i, verb) for i, key in enumerate(keys)]
+
+
+def _key(key: Any, at: int, verb: str) -> bytes:
+    try:
+        return Key(key)._bytes
+    except (ArgumentError, DTypeError) as error:
+        raise type(error)(f"{verb}: keys[{at}]: {error}") from None
+
+
+def _buffer(buffer: Any, what: str, writable: bool) -> tuple[int, int, Any]:
+    """Address, bytes and what keeps them, of contiguous memory."""
+    if is_torch(buffer):
+        if buffer.device.type != "cpu" or not buffer.is_contiguous():
+            raise ArgumentError(f"{what}: a tensor on {buffer.device} or not contiguous")
+        return buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer
+    try:
+        view = memoryview(buffer)
+    except TypeError:
+        raise ArgumentError(f"{what}: {type(buffer).__name__} is no buffer") from None
+    if not view.c_contiguous:
+        raise ArgumentError(f"{what}: not contiguous")
+    if writable and view.readonly:
+        raise ArgumentError(f"{what}: read-only")
+    if view.nbytes == 0:
+        raise ArgumentError(f"{what}: empty")
+    flat = np.frombuffer(view, dtype=np.uint8)
+    return flat.__array_interface__["data"][0], view.nbytes, (view, flat)
+
+
+def _check_apart(spans: list[tuple[int, int]]) -> None:
+    order = sorted(spans)
+    for (first, size), (second, _) in itertools.pairwise(order):
+        if first + size > second:
+            raise ArgumentError("get_bytes: two buffers share memory")
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise ArgumentError(f"{what} is {type(value).__name__}, expected a str")
+    with contextlib.suppress(UnicodeEncodeError):
+        value.encode()
+        return value
+    raise ArgumentError(f"{what} is not UTF-8")
+
+
+def _choice(value: Any, choices: tuple[str, ...], what: str) -> str:
+    if value not in choices:
+        raise ArgumentError(f"{what} is {value!r}, expected {' or '.join(repr(one) for one in choices)}")
+    return str(value)
+
+
+def _flag(value: Any, what: str) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentError(f"{what} is {value!r}, expected True or False")
+    return bool(value)
+
+
+def _bytes_of(value: Any, what: str) -> int:
+    """A number of bytes; 8e9 is one, too."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    size = to_size(value, what)
+    if size < 0:
+        raise ArgumentError(f"{what} is {size}, below 0")
+    return size
+
+
+def _small(value: Any, what: str, least: int, most: int) -> int:
+    number = to_int(value, what)
+    if not least <= number <= most:
+        raise ArgumentError(f"{what} is {number}, must be from {least} to {most}")
+    return number
+
+
+def _seconds(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ArgumentError(f"{what} is {value!r}, expected seconds")
+    return float(value)

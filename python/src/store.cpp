@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+// The store; `store.py` checks types, keeps memory alive and makes the classes that users see.
+#include "kvstride/store.h"
+
+#include <atomic>
+
+#include "module.h"
+
+using namespace kvstride;
+
+namespace {
+
+std::chrono::nanoseconds to_time(double seconds) {
+  // Longer than a year is for ever.
+  constexpr double kMost = 3.0e7;
+  return std::chrono::nanoseconds(static_cast<std::int64_t>(std::clamp(seconds, 0.0, kMost) * 1e9));
+}
+
+/// `bytes` objects, whose lengths Python has checked.
+std::vector<Key> to_keys(const nb::list& keys) {
+  std::vector<Key> out;
+  out.reserve(keys.size());
+  for (const nb::handle key : keys) {
+    char* data = nullptr;
+    Py_ssize_t size = 0;
+    if (PyBytes_AsStringAndSize(key.ptr(), &data, &size) != 0) throw nb::python_error();
+    out.emplace_back(std::as_bytes(std::span(data, static_cast<std::size_t>(size))));
+  }
+  return out;
+}
+
+/// Says that a request may begin. Set by Python, read by the store's threads, which never need the interpreter.
+struct Gate {
+  std::shared_ptr<std::atomic<bool>> open = std::make_shared<std::atomic<bool>>(false);
+};
+
+using Heads = std::optional<std::tuple<std::int64_t, std::int64_t, std::int64_t>>;
+
+RequestOptions to_options(const Heads& heads, const Gate* after, std::optional<double> deadline) {
+  RequestOptions out;
+  if (heads) out.heads = {std::get<0>(*heads), std::get<1>(*heads), std::get<2>(*heads)};
+  if (after != nullptr) out.after = [open = after->open] { return open->load(); };
+  if (deadline) out.deadline = to_time(*deadline);
+  return out;
+}
+
+nb::list names_of(const std::vector<Outcome>& outcomes) {
+  nb::list out;
+  for (const Outcome outcome : outcomes) out.append(nb::str(name_of(outcome).data()));
+  return out;
+}
+
+nb::dict to_dict(const std::map<std::string, std::uint64_t>& counters) {
+  nb::dict out;
+  for (const auto& [name, value] : counters) out[name.c_str()] = value;
+  return out;
+}
+
+nb::dict to_dict(const std::map<std::string, HistogramSnapshot>& seconds) {
+  nb::dict out;
+  for (const auto& [name, histogram] : seconds) {
+    nb::dict one;
+    one["count"] = histogram.count;
+    one["sum"] = histogram.sum_seconds;
+    nb::list buckets;
+    for (const std::uint64_t count : histogram.counts) buckets.append(count);
+    one["buckets"] = buckets;
+    out[name.c_str()] = one;
+  }
+  return out;
+}
+
+nb::dict to_dict(const TierMetrics& tier) {
+  nb::dict out;
+  out["tier"] = tier.tier;
+  out["detail"] = tier.detail;
+  out["capacity_bytes"] = tier.capacity_bytes;
+  out["used_bytes"] = tier.used_bytes;
+  out["chunks"] = tier.chunks;
+  out["counters"] = to_dict(tier.counters);
+  out["seconds"] = to_dict(tier.seconds);
+  return out;
+}
+
+Eviction to_eviction(std::string_view name) { return name == "lru" ? Eviction::kLru : Eviction::kS3Fifo; }
+
+std::vector<std::span<std::byte>> to_spans(const std::vector<std::pair<std::uintptr_t, std::size_t>>& buffers) {
+  std::vector<std::span<std::byte>> out;
+  out.reserve(buffers.size());
+  for (const auto& [address, size] : buffers) out.emplace_back(reinterpret_cast<std::byte*>(address), size);
+  return out;
+}
+
+std::optional<Range> to_range(const std::optional<std::pair<std::int64_t, std::int64_t>>& heads) {
+  if (!heads) return std::nullopt;
+  return Range{heads->first, heads->second};
+}
+
+/// A tier as Python holds it.
+struct TierHandle {
+  TierPtr tier;
+};
+
+}  // namespace
+
+void bind_store(nb::module_& m) {
+  nb::class_<TierHandle>(m, "Tier")
+      .def("metrics",
+           [](const TierHandle& self) {
+             TierMetrics metrics;
+             {
+               const nb::gil_scoped_release release;
+               metrics = tier_metrics(*self.tier);
+             }
+             return to_dict(metrics);
+           })
+      .def(
+          "close", [](TierHandle& self) { self.tier.reset(); }, nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
+      "host_tier",
+      [](std::int64_t num_bytes, std::string_view eviction, const std::string& shared_name) {
+        return TierHandle{host_tier({num_bytes, to_eviction(eviction), shared_name})};
+      },
+      nb::arg("num_bytes"), nb::arg("eviction"), nb::arg("shared_name"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "directory_tier",
+      [](const std::string& path, std::int64_t max_bytes, std::optional<std::int64_t> keep_free,
+         std::string_view eviction, bool sync, bool group, std::string_view engine, int num_threads,
+         std::int64_t staging_bytes, std::int64_t queue_chunks, double lookup_timeout) {
+        DirectoryTierOptions options;
+        options.path = path;
+        options.max_bytes = max_bytes;
+        options.keep_free = keep_free;
+        options.eviction = to_eviction(eviction);
+        options.sync = sync;
+        options.group = group;
+        options.engine = engine == "io_uring"   ? DirectoryTierOptions::Engine::kRing
+                         : engine == "blocking" ? DirectoryTierOptions::Engine::kBlocking
+                                                : DirectoryTierOptions::Engine::kAuto;
+        options.num_threads = num_threads;
+        options.staging_bytes = staging_bytes;
+        options.queue_chunks = static_cast<std::size_t>(queue_chunks);
+        options.lookup_timeout = to_time(lookup_timeout);
+        return TierHandle{directory_tier(options)};
+      },
+      nb::arg("path"), nb::arg("max_bytes"), nb::arg("keep_free").none(), nb::arg("eviction"), nb::arg("sync"),
+      nb::arg("group"), nb::arg("engine"), nb::arg("num_threads"), nb::arg("staging_bytes"), nb::arg("queue_chunks"),
+      nb::arg("lookup_timeout"), nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<Gate>(m, "Gate").def(nb::init<>()).def("open", [](Gate& self) { self.open->store(true); });
+
+  nb::class_<Job>(m, "Job")
+      .def_prop_ro("done", &Job::done)
+      .def("wait",
+           [](const Job& self) {
+             std::vector<Outcome> outcomes;
+             {
+               const nb::gil_scoped_release release;
+               outcomes = self.wait();
+             }
+             return names_of(outcomes);
+           })
+      .def(
+          "wait_for", [](const Job& self, double seconds) { return self.wait_for(to_time(seconds)); },
+          nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
+      .def("poll",
+           [](const Job& self) {
+             nb::list out;
+             for (const std::optional<Outcome>& outcome : self.poll()) {
+               out.append(outcome ? nb::object(nb::str(name_of(*outcome).data())) : nb::none());
+             }
+             return out;
+           })
+      .def("cancel", &Job::cancel);
+
+  nb::class_<Pins>(m, "Pins").def_prop_ro("found", [](const Pins& self) {
+    nb::list out;
+    for (const bool found : self.found()) out.append(nb::bool_(found));
+    return out;
+  });
+
+  nb::class_<Store>(m, "Store")
+      .def(
+          "__init__",
+          [](Store* self, const std::vector<TierHandle*>& tiers, const Namespace& space, int num_threads,
+             std::int64_t queue_chunks, double deadline, bool write_behind, bool promote) {
+            std::vector<TierPtr> all;
+            for (const TierHandle* tier : tiers) all.push_back(tier->tier);
+            StoreOptions options;
+            options.num_threads = num_threads;
+            options.queue_chunks = static_cast<std::size_t>(queue_chunks);
+            options.deadline = to_time(deadline);
+            options.write_behind = write_behind;
+            options.promote = promote;
+            new (self) Store(std::move(all), space, options);
+          },
+          nb::arg("tiers"), nb::arg("namespace"), nb::arg("num_threads"), nb::arg("queue_chunks"), nb::arg("deadline"),
+          nb::arg("write_behind"), nb::arg("promote"))
+      .def(
+          "put",
+          [](Store& self, const nb::list& keys, const Cache& cache, const Ids& blocks, const Heads& heads,
+             const Gate* after, std::optional<double> deadline) {
+            const std::vector<Key> all = to_keys(keys);
+            const RequestOptions options = to_options(heads, after, deadline);
+            const nb::gil_scoped_release release;
+            return self.put(all, cache, to_span(blocks), options);
+          },
+          nb::arg("keys"), nb::arg("cache"), nb::arg("blocks"), nb::arg("heads").none(), nb::arg("after").none(),
+          nb::arg("deadline").none())
+      .def(
+          "get",
+          [](Store& self, const nb::list& keys, const Cache& cache, const Ids& blocks, const Heads& heads,
+             const Gate* after, std::optional<double> deadline) {
+            const std::vector<Key> all = to_keys(keys);
+            const RequestOptions options = to_options(heads, after, deadline);
+            const nb::gil_scoped_release release;
+            return self.get(all, cache, to_span(blocks), options);
+          },
+          nb::arg("keys"), nb::arg("cache"), nb::arg("blocks"), nb::arg("heads").none(), nb::arg("after").none(),
+          nb::arg("deadline").none())
+      .def(
+          "put_bytes",
+          [](Store& self, const nb::list& keys, const std::vector<std::pair<std::uintptr_t, std::size_t>>& buffers,
+             const Gate* after, std::optional<double> deadline) {
+            const std::vector<Key> all = to_keys(keys);
+            const std::vector<std::span<std::byte>> spans = to_spans(buffers);
+            const std::vector<std::span<const std::byte>> from(spans.begin(), spans.end());
+            return self.put_bytes(all, from, to_options({}, after, deadline));
+          },
+          nb::arg("keys"), nb::arg("buffers"), nb::arg("after").none(), nb::arg("deadline").none())
+      .def(
+          "get_bytes",
+          [](Store& self, const nb::list& keys, const std::vector<std::pair<std::uintptr_t, std::size_t>>& buffers,
+             const Gate* after, std::optional<double> deadline) {
+            return self.get_bytes(to_keys(keys), to_spans(buffers), to_options({}, after, deadline));
+          },
+          nb::arg("keys"), nb::arg("buffers"), nb::arg("after").none(), nb::arg("deadline").none())
+      .def(
+          "lookup",
+          [](Store& self, const nb::list& keys, const std::optional<std::pair<std::int64_t, std::int64_t>>& heads) {
+            const std::vector<Key> all = to_keys(keys);
+            std::vector<bool> found;
+            {
+              const nb::gil_scoped_release release;
+              found = self.lookup(all, to_range(heads));
+            }
+            nb::list out;
+            for (const bool one : found) out.append(nb::bool_(one));
+            return out;
+          },
+          nb::arg("keys"), nb::arg("heads").none())
+      .def(
+          "lookup_prefix",
+          [](Store& self, const nb::list& keys, const std::optional<std::pair<std::int64_t, std::int64_t>>& heads) {
+            const std::vector<Key> all = to_keys(keys);
+            const nb::gil_scoped_release release;
+            return self.lookup_prefix(all, to_range(heads));
+          },
+          nb::arg("keys"), nb::arg("heads").none())
+      .def(
+          "pin", [](Store& self, const nb::list& keys) { return self.pin(to_keys(keys)); }, nb::arg("keys"))
+      .def(
+          "remove", [](Store& self, const nb::list& keys) { return self.remove(to_keys(keys)); }, nb::arg("keys"))
+      .def("metrics",
+           [](const Store& self) {
+             StoreMetrics metrics;
+             {
+               const nb::gil_scoped_release release;
+               metrics = self.metrics();
+             }
+             nb::dict out;
+             out["counters"] = to_dict(metrics.counters);
+             out["seconds"] = to_dict(metrics.seconds);
+             nb::list tiers;
+             for (const TierMetrics& tier : metrics.tiers) tiers.append(to_dict(tier));
+             out["tiers"] = tiers;
+             return out;
+           })
+      .def(
+          "flush", [](Store& self, double seconds) { return self.flush(to_time(seconds)); }, nb::arg("seconds"),
+          nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &Store::close, nb::call_guard<nb::gil_scoped_release>());
+}

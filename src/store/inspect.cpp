@@ -1,0 +1,396 @@
+// SPDX-License-Identifier: Apache-2.0
+// Listing a store's directory, and reading its account without taking part in it.
+#include "store/inspect.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "kvstride/error.h"
+#include "store/directory.h"
+#include "store/ledger_record.h"
+
+namespace kvstride::store {
+namespace {
+
+constexpr std::size_t kSpaceName = 64;
+constexpr std::size_t kDraftName = 32;
+constexpr std::size_t kMarkerName = 8;
+constexpr const char* kDigits = "0123456789abcdef";
+
+std::int64_t nanoseconds(const struct timespec& time) { return time.tv_sec * 1'000'000'000 + time.tv_nsec; }
+
+bool is_hex(std::string_view text) { return text.find_first_not_of(kDigits) == std::string_view::npos; }
+
+const char* kind_of(mode_t mode) {
+  return S_ISLNK(mode) ? "a link" : S_ISDIR(mode) ? "a folder" : S_ISREG(mode) ? "a file" : "a special file";
+}
+
+/// Descriptor of a folder, of ours and no link.
+int open_folder_at(const StoreFolder& store, int at, const char* name) {
+  Io& io = store.io();
+  const int fd = retry([&] { return io.open(at, name, O_RDONLY | O_DIRECTORY, 0); });
+  if (fd < 0) return fd;
+  struct stat stat;
+  const int error = io.stat_fd(fd, stat);
+  if (error == 0 && store.ours(stat)) return fd;
+  io.close(fd);
+  return error < 0 ? error : -EACCES;
+}
+
+/// Lists a folder with a descriptor of its own, so that nobody else's listing is disturbed.
+int list_folder(Io& io, int fd, const std::function<bool(const char*, unsigned char)>& use) {
+  const int listing = retry([&] { return io.open(fd, ".", O_RDONLY | O_DIRECTORY, 0); });
+  if (listing < 0) return listing;
+  const int error = io.list(listing, use);
+  io.close(listing);
+  return error;
+}
+
+/// All of the ledger's file, or nothing where it cannot be read or is damaged. Others may be writing it.
+std::optional<LedgerRecord> read_record(Io& io, int fd) {
+  constexpr int kTries = 100;
+  bool locked = false;
+  std::optional<LedgerRecord> out;
+  for (int i = 0; i < kTries && !out; ++i) {
+    locked = locked || retry([&] { return io.lock(fd, 0, sizeof(LedgerRecord), false); }) == 0;
+    LedgerRecord record;
+    const auto got = retry([&] { return io.pread(fd, &record, sizeof record, 0); });
+    if (got == sizeof record && record.valid()) out = record;
+    if (locked) break;  // nobody writes: it is as it is
+    if (!out) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  if (locked) io.unlock(fd, 0, sizeof(LedgerRecord));
+  if (out && out->version != kLedgerVersion) return std::nullopt;
+  return out;
+}
+
+}  // namespace
+
+std::string ChunkFile::name() const { return file_name(key, heads); }
+
+// ----------------------------------------------------------------------------------------------------- the directory
+
+StoreFolder::StoreFolder(std::shared_ptr<Io> io, std::string path, bool group)
+    : io_(std::move(io)), path_(std::move(path)), group_(group) {
+  try {
+    open_root();
+  } catch (...) {
+    if (root_ >= 0) io_->close(root_);
+    throw;
+  }
+}
+
+StoreFolder::~StoreFolder() { io_->close(root_); }
+
+bool StoreFolder::ours(const struct stat& stat) const { return group_ || stat.st_uid == ::geteuid(); }
+
+int StoreFolder::open_folder(const char* name) const { return open_folder_at(*this, root_, name); }
+
+void StoreFolder::open_root() {
+  const auto refuse = [&](const std::string& why) {
+    return Error(ErrorCode::kStore, fmt::format("store: '{}' {}", path_, why));
+  };
+  while (path_.size() > 1 && path_.back() == '/') path_.pop_back();  // behind a slash links are followed
+  if (path_.empty()) throw Error(ErrorCode::kArgument, "store: the path is empty");
+  root_ = retry([&] { return io_->open(AT_FDCWD, path_.c_str(), O_RDONLY | O_DIRECTORY, 0); });
+  if (root_ == -ENOENT) throw refuse("does not exist");
+  if (root_ == -ELOOP || root_ == -ENOTDIR) throw refuse("is a link or no directory");
+  if (root_ < 0) throw refuse(fmt::format("cannot be opened: {}", std::strerror(-root_)));
+  struct stat stat;
+  if (const int error = io_->stat_fd(root_, stat); error < 0) throw refuse(std::strerror(-error));
+  const auto foreign = [&](const char* what, uid_t owner) {
+    return refuse(fmt::format("{}belongs to user {}, not {}", what, owner, ::geteuid()));
+  };
+  if (!ours(stat)) throw foreign("", stat.st_uid);
+  const int error = io_->stat_at(root_, "ledger", ledger_);
+  if (error == -ENOENT) throw refuse("is no store: it has no ledger");
+  if (error < 0) throw refuse(fmt::format("has a ledger that cannot be looked at: {}", std::strerror(-error)));
+  if (!S_ISREG(ledger_.st_mode)) throw refuse("is no store: its ledger is no regular file");
+  if (!ours(ledger_)) throw foreign("has a ledger that ", ledger_.st_uid);
+}
+
+std::vector<std::string> StoreFolder::spaces(std::string_view prefix) const {
+  if (!is_hex(prefix) || prefix.size() > kSpaceName) {
+    throw Error(ErrorCode::kArgument,
+                fmt::format("store: namespace '{}' is not 1 to 64 digits of lower-case hex", prefix));
+  }
+  std::vector<std::string> out;
+  const int error = list_folder(*io_, root_, [&](const char* name, unsigned char) {
+    const std::string_view text(name);
+    if (text.size() == kSpaceName && is_hex(text) && text.substr(0, prefix.size()) == prefix) out.emplace_back(text);
+    return true;
+  });
+  if (error < 0) {
+    throw Error(ErrorCode::kStore, fmt::format("store: '{}' cannot be listed: {}", path_, std::strerror(-error)));
+  }
+  std::sort(out.begin(), out.end());
+  return out;
+}
+
+std::string StoreFolder::space(std::string_view prefix) const {
+  if (prefix.empty())
+    throw Error(ErrorCode::kArgument, "store: the namespace is empty: give the first digits of its hex");
+  const std::vector<std::string> all = spaces(prefix);
+  if (all.size() == 1) return all[0];
+  if (all.empty()) throw Error(ErrorCode::kArgument, fmt::format("store: no namespace starts with '{}'", prefix));
+  constexpr std::size_t kShown = 8;
+  const std::size_t digits = std::min(kSpaceName, std::max<std::size_t>(prefix.size() + 8, 16));
+  std::string list;
+  for (std::size_t i = 0; i < std::min(all.size(), kShown); ++i) {
+    list += (i > 0 ? ", " : "") + all[i].substr(0, digits);
+  }
+  throw Error(ErrorCode::kArgument, fmt::format("store: {} namespaces start with '{}': {}{}", all.size(), prefix, list,
+                                                all.size() > kShown ? ", …" : ""));
+}
+
+LedgerState StoreFolder::ledger() const {
+  LedgerState out;
+  const int fd = retry([&] { return io_->open(root_, "ledger", O_RDONLY | O_NONBLOCK, 0); });
+  if (fd < 0) return out;
+  const std::optional<LedgerRecord> record = read_record(*io_, fd);
+  if (record) {
+    out.sound = true;
+    out.known = record->known != 0;
+    out.max_bytes = record->max_bytes;
+    out.used = record->used;
+    out.reserved = record->total() - record->used;
+    out.all_tokens = true;
+    for (std::size_t i = 0; i < kLedgerSlots; ++i) {
+      const auto place = static_cast<std::int64_t>(sizeof(LedgerRecord) + i);
+      // What cannot be told counts as alive.
+      if (record->slots[i].in_use == 0 || retry([&] { return io_->locked(fd, place, 1); }) == 0) continue;
+      ++out.processes;
+      if (record->slots[i].token == 0) {
+        out.all_tokens = false;
+      } else {
+        out.tokens.push_back(fmt::format("{:016x}", record->slots[i].token));
+      }
+      if (record->counter != 0 && record->counter == record->slots[i].token) out.counting = true;
+    }
+  }
+  io_->close(fd);
+  return out;
+}
+
+std::vector<LooseFile> StoreFolder::loose(const char* folder) const {
+  std::vector<LooseFile> out;
+  const int fd = open_folder(folder);
+  if (fd < 0) return out;
+  list_folder(*io_, fd, [&](const char* name, unsigned char) {
+    struct stat stat;
+    if (is_hex(name) && io_->stat_at(fd, name, stat) == 0) out.push_back({name, bytes_on_disk(stat), false});
+    return true;
+  });
+  io_->close(fd);
+  return out;
+}
+
+std::vector<LooseFile> StoreFolder::quarantine() const { return loose("quarantine"); }
+
+std::vector<LooseFile> StoreFolder::temporaries() const {
+  std::vector<LooseFile> out = loose("tmp");
+  const LedgerState state = ledger();  // after the listing: who starts now is not in it
+  if (!state.all_tokens) return out;
+  for (LooseFile& file : out) {
+    const std::string token = file.name.substr(0, kDraftName / 2);
+    file.dead = file.name.size() == kDraftName &&
+                std::find(state.tokens.begin(), state.tokens.end(), token) == state.tokens.end();
+  }
+  return out;
+}
+
+// ----------------------------------------------------------------------------------------------------- a namespace
+
+SpaceFolder::SpaceFolder(const StoreFolder& store, std::string name) : store_(store), name_(std::move(name)) {
+  const auto bytes = from_hex(name_);
+  std::copy(bytes->begin(), bytes->end(), digest_.begin());
+  fd_ = store.open_folder(name_.c_str());
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    const char digit[2] = {kDigits[i], '\0'};
+    shards_[i] = fd_ < 0 ? fd_ : open_folder_at(store, fd_, digit);
+  }
+}
+
+SpaceFolder::~SpaceFolder() {
+  for (const int shard : shards_) {
+    if (shard >= 0) store_.io().close(shard);
+  }
+  if (fd_ >= 0) store_.io().close(fd_);
+}
+
+std::string SpaceFolder::path_of(const ChunkFile& file) const {
+  const std::string name = file.name();
+  return fmt::format("{}/{}/{}", name_, name[0], name);
+}
+
+int SpaceFolder::shard(const Key& key) const { return shards_[std::to_integer<std::size_t>(key.bytes()[0]) >> 4]; }
+
+bool SpaceFolder::list(const std::function<void(const ChunkFile&)>& use, std::vector<Stray>* strays) const {
+  Io& io = store_.io();
+  bool whole = true;
+  const auto stray = [&](std::string path, std::string what) {
+    if (strays != nullptr) strays->push_back({std::move(path), std::move(what)});
+  };
+  const auto unlisted = [&](const std::string& path, int error) {
+    if (error == -ENOENT) return;
+    const bool refused = error == -ELOOP || error == -ENOTDIR || error == -EACCES;
+    stray(path, fmt::format("cannot be listed: {}", error == -ELOOP || error == -ENOTDIR ? "a link or no folder"
+                                                    : refused ? "another user's, or not readable"
+                                                              : std::strerror(-error)));
+    whole = false;
+  };
+  if (fd_ < 0) {
+    unlisted(name_, fd_);
+    return whole;
+  }
+  const int top = list_folder(io, fd_, [&](const char* text, unsigned char) {
+    const std::string_view name(text);
+    const bool known = is_hex(name) && (name.size() == 1 || name.size() == kMarkerName);
+    if (!known) stray(name_ + "/" + text, "no name of the store");
+    return true;
+  });
+  if (top < 0) unlisted(name_, top);
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    const std::string folder = fmt::format("{}/{}", name_, kDigits[i]);
+    if (shards_[i] < 0) {
+      unlisted(folder, shards_[i]);
+      continue;
+    }
+    const int error = list_folder(io, shards_[i], [&](const char* name, unsigned char) {
+      const auto parsed = parse_file_name(name);
+      if (!parsed || name[0] != kDigits[i]) {
+        stray(folder + "/" + name, parsed ? "in the folder of another digit" : "no name of a chunk");
+        return true;
+      }
+      struct stat stat;
+      if (io.stat_at(shards_[i], name, stat) < 0) return true;  // it has gone
+      if (!S_ISREG(stat.st_mode) || !store_.ours(stat)) {
+        stray(folder + "/" + name, S_ISREG(stat.st_mode) ? fmt::format("belongs to user {}", stat.st_uid)
+                                                         : std::string(kind_of(stat.st_mode)));
+        return true;
+      }
+      const std::int64_t used = nanoseconds(stat.st_atim);
+      const std::int64_t written = nanoseconds(stat.st_mtim);
+      use({parsed->first, parsed->second, 0, stat.st_size, bytes_on_disk(stat), std::max(used, written),
+           used > written});
+      return true;
+    });
+    if (error < 0) unlisted(folder, error);
+  }
+  return whole;
+}
+
+int SpaceFolder::open(const ChunkFile& file, bool direct, struct stat& stat) const {
+  Io& io = store_.io();
+  const int at = shard(file.key);
+  if (at < 0) return at;
+  const std::string name = file.name();
+  // Its owner only may leave the access time alone.
+  int flags = O_RDONLY | O_NONBLOCK | O_NOATIME | (direct ? O_DIRECT : 0);
+  const auto open = [&] { return retry([&] { return io.open(at, name.c_str(), flags, 0); }); };
+  int fd = open();
+  if (fd == -EPERM) {
+    flags &= ~O_NOATIME;
+    fd = open();
+  }
+  if (fd == -EINVAL && direct) {
+    flags &= ~O_DIRECT;
+    fd = open();
+  }
+  if (fd < 0) return fd;
+  int error = io.stat_fd(fd, stat);
+  if (error == 0 && (!S_ISREG(stat.st_mode) || !store_.ours(stat))) error = -EACCES;
+  if (error == 0) return fd;
+  io.close(fd);
+  return error;
+}
+
+std::optional<Header> SpaceFolder::header(const ChunkFile& file, std::string* why) const {
+  Io& io = store_.io();
+  struct stat stat;
+  const int fd = open(file, false, stat);
+  const auto refuse = [&](std::string reason) -> std::optional<Header> {
+    if (why != nullptr) *why = std::move(reason);
+    return std::nullopt;
+  };
+  if (fd < 0) return refuse(std::strerror(-fd));
+  std::vector<std::byte> bytes;
+  std::int64_t error = 0;
+  const auto read_to = [&](std::int64_t size) {
+    auto at = static_cast<std::int64_t>(bytes.size());
+    bytes.resize(static_cast<std::size_t>(size));
+    while (at < size) {
+      const auto got = retry([&] { return io.pread(fd, bytes.data() + at, static_cast<std::size_t>(size - at), at); });
+      error = std::min<std::int64_t>(error, got);
+      if (got <= 0) break;
+      at += got;
+    }
+    bytes.resize(static_cast<std::size_t>(at));
+  };
+  read_to(kPage);
+  const std::optional<std::int64_t> length = header_length(bytes);
+  if (length && *length > kPage && bytes.size() == static_cast<std::size_t>(kPage)) read_to(*length);
+  io.close(fd);
+  if (error < 0) return refuse(std::strerror(static_cast<int>(-error)));
+  return parse_header(bytes, why);
+}
+
+SpaceSummary summarize(const SpaceFolder& space, std::vector<Stray>* strays,
+                       const std::function<void(const ChunkFile&)>& use) {
+  constexpr std::size_t kTried = 8;
+  SpaceSummary out;
+  out.name = space.name();
+  std::vector<ChunkFile> samples;
+  std::vector<Key> keys;  // of one folder: a key's files are in one
+  const auto settle = [&] {
+    const auto less = [](const Key& a, const Key& b) {
+      return std::lexicographical_compare(a.bytes().begin(), a.bytes().end(), b.bytes().begin(), b.bytes().end());
+    };
+    std::sort(keys.begin(), keys.end(), less);
+    out.chunks += std::unique(keys.begin(), keys.end()) - keys.begin();
+    keys.clear();
+  };
+  space.list(
+      [&](const ChunkFile& file) {
+        if (!keys.empty() && (keys.back().bytes()[0] ^ file.key.bytes()[0]) >> 4 != std::byte{0}) settle();
+        keys.push_back(file.key);
+        if (samples.size() < kTried) samples.push_back(file);
+        out.last_use = std::max(out.last_use, file.used);
+        out.oldest_use = out.files == 0 ? file.used : std::min(out.oldest_use, file.used);
+        ++out.files;
+        out.bytes += file.bytes;
+        out.read_files += file.read ? 1 : 0;
+        if (use) use(file);
+      },
+      strays);
+  settle();
+  out.why = "no chunks";
+  for (const ChunkFile& file : samples) {
+    out.header = space.header(file, &out.why);
+    if (out.header && out.header->digest == space.digest()) break;
+    if (out.header) out.why = "its files are another namespace's";
+    out.header.reset();
+  }
+  return out;
+}
+
+IoEngine probe_engine(const StoreFolder& store) {
+  IoEngine out;
+  out.ring = ring_transfers(1, {}, &out.why_not) != nullptr;
+  const int fd = retry([&] { return store.io().open(store.root(), "ledger", O_RDONLY | O_NONBLOCK | O_DIRECT, 0); });
+  if (fd >= 0) {
+    alignas(kPage) std::array<std::byte, kPage> page;
+    out.direct = retry([&] { return store.io().pread(fd, page.data(), page.size(), 0); }) >= 0;
+    store.io().close(fd);
+  }
+  return out;
+}
+
+}  // namespace kvstride::store

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// A request under way: what was asked, and how far each chunk is.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "kvstride/store.h"
+#include "store/form.h"
+#include "store/metrics.h"
+
+namespace kvstride::store {
+
+/// Where a chunk of a request is. Whoever changes it by compare-and-swap owns the next step.
+enum class Stage : std::uint8_t {
+  kQueued,   ///< nothing has happened
+  kMoving,   ///< a thread reads or writes the caller's memory; short
+  kWaiting,  ///< somebody else works on it; the caller's memory is not touched
+  kDone,
+};
+
+enum class Verb : std::uint8_t { kPut, kGet, kPutBytes, kGetBytes };
+constexpr bool is_put(Verb verb) { return verb == Verb::kPut || verb == Verb::kPutBytes; }
+
+struct JobState {
+  Verb verb = Verb::kPut;
+  std::vector<Key> keys;
+  std::optional<Cache> cache;        ///< of put and get
+  std::vector<std::int64_t> blocks;  ///< `ratio` for each key
+  std::int64_t ratio = 1;
+  HeadMap heads;
+  std::vector<std::span<const std::byte>> from;  ///< of put_bytes
+  std::vector<std::span<std::byte>> to;          ///< of get_bytes
+  std::function<bool()> after;
+  Clock::time_point start;
+  Clock::time_point deadline;
+
+  explicit JobState(std::size_t chunks) : stages(chunks), outcomes(chunks, Outcome::kRefused), left(chunks) {}
+
+  std::vector<std::atomic<Stage>> stages;
+  std::vector<Outcome> outcomes;       ///< written by the owner of the last step
+  std::atomic<bool> cancelled{false};  ///< what has not started is refused when a thread comes to it
+  std::atomic<std::size_t> left;
+  std::mutex mutex;
+  std::condition_variable changed;
+
+  std::span<const std::int64_t> blocks_of(std::size_t chunk) const {
+    return std::span(blocks).subspan(chunk * static_cast<std::size_t>(ratio), static_cast<std::size_t>(ratio));
+  }
+  /// Moves a chunk from one stage to the next; false where somebody else did.
+  bool advance(std::size_t chunk, Stage from_stage, Stage to_stage) {
+    return stages[chunk].compare_exchange_strong(from_stage, to_stage);
+  }
+  /// The right to settle() a chunk that is at `stage`; whoever has it in kMoving has it already.
+  bool claim(std::size_t chunk, Stage stage) {
+    return stage == Stage::kMoving || advance(chunk, stage, Stage::kMoving);
+  }
+  /// The outcome of a chunk, for all to see.
+  void settle(std::size_t chunk, Outcome outcome);
+};
+
+}  // namespace kvstride::store

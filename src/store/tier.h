@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the store asks of a place for chunks.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kvstride/store.h"
+#include "store/chunk.h"
+#include "store/index.h"
+#include "store/metrics.h"
+
+namespace kvstride::store {
+
+/// Memory for one image, page-aligned. Whoever holds a pointer to it may use it; the last one gives it back.
+class Buffer {
+ public:
+  virtual ~Buffer() = default;
+  std::byte* data() const { return data_; }
+  std::int64_t bytes() const { return bytes_; }
+  /// The tier it came from.
+  const void* home() const { return home_; }
+
+ protected:
+  Buffer(std::byte* data, std::int64_t bytes, const void* home) : data_(data), bytes_(bytes), home_(home) {}
+
+ private:
+  std::byte* data_;
+  std::int64_t bytes_;
+  const void* home_;
+};
+using BufferPtr = std::shared_ptr<Buffer>;
+
+/// A piece that a tier holds.
+struct Piece {
+  Heads heads;
+  std::int64_t bytes = 0;  ///< of the image, whole pages
+};
+
+struct ReadResult {
+  Outcome outcome = Outcome::kMiss;
+  BufferPtr image;         ///< with the ranges that were asked for at their places
+  std::int64_t bytes = 0;  ///< of the whole image
+};
+struct ReadRequest {
+  PieceId id;
+  std::vector<Bytes> ranges;  ///< whole pages, ascending, apart; none: the whole image
+  BufferPtr into;             ///< may be left out where the tier lends() its memory
+  Clock::time_point deadline;
+  std::function<void(ReadResult)> done;  ///< called once, from any thread, perhaps before read() returns
+};
+struct WriteRequest {
+  PieceId id;
+  BufferPtr image;
+  std::int64_t bytes = 0;  ///< whole pages
+  Clock::time_point deadline;
+  std::function<void(Outcome)> done;  ///< as above
+};
+
+/// All calls are thread-safe, throw nothing but std::bad_alloc, and wait for no disk.
+class Tier {
+ public:
+  virtual ~Tier() = default;
+  virtual const char* kind() const = 0;
+
+  /// This tier's number of a namespace.
+  virtual std::uint32_t space(const Namespace& space) = 0;
+
+  /// Pieces of a chunk that are known without asking anybody, appended.
+  virtual void pieces(std::uint32_t space, const Key& key, std::vector<Piece>& out) = 0;
+  /// For each key whether one known piece has all of `heads`; with `prefix` only up to the first that has not. Returns
+  /// the number of leading keys that have.
+  virtual std::size_t covered(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix,
+                              std::span<std::uint8_t> out) = 0;
+  /// Asks whoever may know more about these keys (files that another process wrote), in their order and for a bounded
+  /// time; with `prefix` up to the first that nobody has. Whether pieces() knows more now.
+  virtual bool probe(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix) = 0;
+
+  /// Whether images in this tier's memory are read without a copy; read() then needs no `into`.
+  virtual bool lends() const { return false; }
+  /// Memory for an image that write() of this tier may keep without a copy, or that its I/O is fast with; null where
+  /// there is none at the moment.
+  virtual BufferPtr buffer(std::int64_t bytes) = 0;
+  /// The largest image that fits at all.
+  virtual std::int64_t largest() const = 0;
+  /// Memory that images may lie in, for I/O to prepare.
+  virtual std::span<std::byte> memory() const { return {}; }
+  virtual void expect_memory(std::span<std::byte>) {}
+
+  virtual bool holds(const PieceId& id) = 0;
+  virtual void read(ReadRequest request) = 0;
+  virtual void write(WriteRequest request) = 0;
+  /// The piece failed verification: it is set aside, and no longer found.
+  virtual void damaged(const PieceId& id) = 0;
+  virtual bool remove(std::uint32_t space, const Key& key) = 0;
+  /// Keeps all known pieces of a chunk until the result is dropped; null where there are none.
+  virtual std::shared_ptr<void> pin(std::uint32_t space, const Key& key) = 0;
+
+  /// Chunks that only this tier holds go to `lower` when they are evicted.
+  virtual void demote_to(std::weak_ptr<Tier>, std::function<std::uint32_t(std::uint32_t)>) {}
+
+  virtual TierMetrics metrics() const = 0;
+};
+
+/// Whether a piece with `have` has all of `want`. A piece without heads is all there is of its chunk.
+constexpr bool covers(Heads have, Heads want) {
+  return have.count == 0 || (have.first <= want.first && want.first + want.count <= have.first + have.count);
+}
+
+/// Tier::covered() on an index.
+std::size_t covered(const Index& index, std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix,
+                    std::span<std::uint8_t> out);
+
+}  // namespace kvstride::store

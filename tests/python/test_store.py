@@ -1,0 +1,453 @@
+# SPDX-License-Identifier: Apache-2.0
+import gc
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstride as kv
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS, HEADS, HEAD_SIZE, BLOCK = 2, 8, 32, 16
+
+
+def namespace(**changes):
+    fields = {
+        "model": "test/model",
+        "revision": "0123abcd",
+        "planes": {"key": "bf16", "value": "bf16"},
+        "num_layers": LAYERS,
+        "num_kv_heads": HEADS,
+        "head_size": HEAD_SIZE,
+        "block_size": BLOCK,
+    }
+    return kv.Namespace(**(fields | changes))
+
+
+def cache(order="KV B N H D", heads=HEADS, block_size=BLOCK, blocks=16, seed=1, **changes):
+    sizes = {"num_layers": LAYERS, "num_blocks": blocks, "block_size": block_size, "num_kv_heads": heads}
+    layout = kv.layout(order, kv.Geometry(**(sizes | {"head_size": HEAD_SIZE} | changes)))
+    random = np.random.default_rng(seed)
+    parts = layout.num_parts
+    tensors = [
+        random.integers(0, 256, layout.num_bytes, dtype=np.uint8)
+        for _ in range(1 if "L" in order.split() else LAYERS)
+        for _ in range(parts)
+    ]
+    return kv.Cache(tensors, layout)
+
+
+def keys(count, first=0):
+    return [kv.Key.chain(None, [i]) for i in range(first, first + count)]
+
+
+def planes(a_cache, layer):
+    """[block, token, head, dim] of keys and values."""
+    return [np.ascontiguousarray(a_cache.key(layer)), np.ascontiguousarray(a_cache.value(layer))]
+
+
+@pytest.fixture(params=["host", "directory", "both"])
+def tiers(request, tmp_path):
+    out = []
+    if request.param in ("host", "both"):
+        out.append(kv.HostTier(8 << 20))
+    if request.param in ("directory", "both"):
+        out.append(kv.DirectoryTier(tmp_path / "store", 16 << 20, keep_free=0))
+    return out
+
+
+def test_c16_a_reader_with_another_layout_gets_converted_values(tiers):
+    src, dst = cache("KV B N H D"), cache("B H N KV D", seed=2)
+    before = [np.array(plane) for layer in range(LAYERS) for plane in planes(dst, layer)]
+    with kv.Store(tiers, namespace=namespace()) as store:
+        assert store.put(keys(3), src, [1, 4, 7]).wait() == ["ok"] * 3
+        assert store.lookup(keys(4)) == [True, True, True, False]
+        assert store.lookup_prefix(keys(4)) == 3
+        assert store.get(keys(3), dst, [0, 2, 5]).wait() == ["ok"] * 3
+        assert store.get(keys(1, 9), dst, [15]).wait() == ["miss"]
+    for layer in range(LAYERS):
+        for i, (want, got) in enumerate(zip(planes(src, layer), planes(dst, layer), strict=True)):
+            assert (got[[0, 2, 5]] == want[[1, 4, 7]]).all()
+            rest = [b for b in range(16) if b not in (0, 2, 5)]
+            assert (got[rest] == before[2 * layer + i][rest]).all()
+
+
+def test_two_readers_of_four_heads_read_what_a_writer_of_eight_wrote(tmp_path):
+    src = cache("KV B N H D")
+    with kv.Store(kv.DirectoryTier(tmp_path, 16 << 20, keep_free=0), namespace=namespace()) as store:
+        assert store.put(keys(4), src, range(4)).wait() == ["ok"] * 4
+    for rank in range(2):
+        dst = cache("B H N KV D", heads=4, seed=3)
+        with kv.Store(kv.DirectoryTier(tmp_path, 16 << 20, keep_free=0), namespace=namespace()) as store:
+            assert store.lookup_prefix(keys(4), heads=(4 * rank, 4)) == 4
+            assert store.get(keys(4), dst, range(8, 12), heads=(4 * rank, 0, 4)).wait() == ["ok"] * 4
+        for layer in range(LAYERS):
+            for want, got in zip(planes(src, layer), planes(dst, layer), strict=True):
+                assert (got[8:12] == want[:4, :, 4 * rank : 4 * rank + 4]).all()
+
+
+def test_put_takes_cache_heads_first_and_get_stored_heads_first():
+    src, dst = cache(heads=6), cache(heads=3, seed=2)
+    with kv.Store(kv.HostTier(4 << 20), namespace=namespace()) as store:
+        assert store.put(keys(1), src, [0], heads=(1, 5, 3)).wait() == ["ok"]
+        assert store.get(keys(1), dst, [0], heads=(6, 1, 2)).wait() == ["ok"]
+        assert store.get(keys(1), dst, [1], heads=(4, 0, 2)).wait() == ["miss"]
+    assert (dst.key(0)[0, :, 1:3] == src.key(0)[0, :, 2:4]).all()
+
+
+def test_c91_ids_are_copied_when_they_are_given(tiers):
+    src = cache()
+    event = threading.Event()
+    blocks = np.array([1, 2])
+    with kv.Store(tiers, namespace=namespace()) as store:
+        job = store.put(keys(2), src, blocks, after=event)
+        blocks[:] = [5, 6]
+        assert not job.done
+        event.set()
+        assert job.wait() == ["ok", "ok"]
+        dst = cache(seed=2)
+        store.get(keys(2), dst, [0, 1]).wait()
+    assert (dst.key(0)[:2] == src.key(0)[1:3]).all()
+
+
+@pytest.mark.parametrize("verb", ["put", "get"])
+def test_c89_c90_nothing_moves_before_the_event(tiers, verb):
+    src, dst = cache(), cache(seed=2)
+    with kv.Store(tiers, namespace=namespace()) as store:
+        store.put(keys(1), src, [0]).wait()
+        for kind in ("event", "function"):
+            event = threading.Event()
+            after = event if kind == "event" else event.is_set
+            old = np.array(dst.key(0)[3])
+            name = keys(1, 10 if kind == "event" else 11)
+            job = store.get(keys(1), dst, [3], after=after) if verb == "get" else store.put(name, src, [3], after=after)
+            time.sleep(0.02)
+            assert not job.done
+            if verb == "get":
+                assert (dst.key(0)[3] == old).all()
+                dst.key(0)[3] = 7  # the reader of before is still at it
+            else:
+                src.key(0)[3] = 9 if kind == "event" else 10  # the producer writes late
+            event.set()
+            assert job.wait() == ["ok"]
+            if verb == "get":
+                assert (dst.key(0)[3] == src.key(0)[0]).all()
+            else:
+                store.get(name, dst, [5]).wait()
+                assert (dst.key(0)[5] == (9 if kind == "event" else 10)).all()
+
+
+def test_an_event_that_raises_refuses_the_chunks():
+    with kv.Store(kv.HostTier(1 << 20), namespace=namespace()) as store:
+        job = store.put(keys(2), cache(), [0, 1], after=lambda: 1 / 0)
+        assert job.wait() == ["refused", "refused"]
+        assert isinstance(job.error, ZeroDivisionError)
+
+
+def test_deadline_and_timeout():
+    with kv.Store(kv.HostTier(1 << 20), namespace=namespace()) as store:
+        job = store.put(keys(1), cache(), [0], after=lambda: False, deadline=0.1)
+        with pytest.raises(TimeoutError):
+            job.wait(0.01)
+        assert job.wait() == ["timeout"]
+        job = store.put(keys(1), cache(), [0], after=lambda: False)
+        job.cancel()
+        assert job.wait() == ["refused"]
+
+
+def test_c92_c93_a_full_queue_refuses_at_once():
+    gate = threading.Event()
+    with kv.Store(kv.HostTier(4 << 20), namespace=namespace(), queue_chunks=4) as store:
+        first = store.put(keys(4), cache(), range(4), after=gate)
+        begin = time.perf_counter()
+        outcomes = [store.put(keys(16, 4), cache(), range(16), after=gate) for _ in range(20)]
+        assert time.perf_counter() - begin < 1
+        gate.set()
+        assert first.wait() == ["ok"] * 4
+        assert any("refused" in job.wait() for job in outcomes)
+        assert store.metrics()["counters"]["put_refused"] > 0
+
+
+@pytest.mark.parametrize("kind", ["host", "directory"])
+def test_c78_pinned_chunks_stay(kind, tmp_path):
+    tiers = kv.HostTier(8 << 20) if kind == "host" else kv.DirectoryTier(tmp_path, 16 << 20, keep_free=0)
+    chunk = LAYERS * 2 * BLOCK * HEADS * HEAD_SIZE * 2 + 4096
+    src = cache(blocks=64)
+    with kv.Store(tiers, namespace=namespace()) as store:
+        store.put(keys(2), src, [0, 1]).wait()
+        with store.pin(keys(3)) as pins:
+            assert pins.found == [True, True, False]
+            capacity = store.metrics()["tiers"][0]["capacity_bytes"]
+            for i in range(2 * capacity // chunk // 32):
+                store.put(keys(32, 100 + 32 * i), src, range(32)).wait()
+            assert store.lookup(keys(2)) == [True, True]
+        for i in range(2 * capacity // chunk // 32):
+            store.put(keys(32, 5000 + 32 * i), src, range(32)).wait()
+        assert store.lookup(keys(2)) == [False, False]
+
+
+def test_c78_all_pinned_is_refused_and_recovers():
+    chunk = LAYERS * 2 * BLOCK * HEADS * HEAD_SIZE * 2 + 4096
+    src = cache()
+    with kv.Store(kv.HostTier(2 * chunk), namespace=namespace(), deadline=0.2) as store:
+        assert store.put(keys(2), src, [0, 1]).wait() == ["ok", "ok"]
+        pins = store.pin(keys(2))
+        assert store.put(keys(1, 2), src, [2]).wait()[0] in ("refused", "timeout")
+        dst = cache(seed=2)
+        assert store.get(keys(2), dst, [0, 1]).wait() == ["ok", "ok"]
+        assert (dst.key(1)[:2] == src.key(1)[:2]).all()
+        pins.release()
+        assert store.put(keys(1, 2), src, [2]).wait() == ["ok"]
+
+
+def test_raw_bytes(tiers):
+    raw = namespace(raw="layout=mamba,tp=2,rank=1")
+    with kv.Store(tiers, namespace=raw) as store:
+        one, two = np.arange(5000, dtype=np.uint8), bytes(range(256)) * 16
+        assert store.put_bytes(keys(2), [one, two]).wait() == ["ok", "ok"]
+        back = [np.zeros(5000, np.uint8), bytearray(4096)]
+        assert store.get_bytes(keys(2), back).wait() == ["ok", "ok"]
+        assert (back[0] == one).all()
+        assert bytes(back[1]) == two
+        with pytest.raises(kv.ArgumentError, match="read-only"):
+            store.get_bytes(keys(1), [bytes(5000)])
+        with pytest.raises(kv.ArgumentError, match="share memory"):
+            store.get_bytes(keys(2), [back[0], back[0][10:]])
+        with pytest.raises(kv.ArgumentError, match="not contiguous"):
+            store.put_bytes(keys(1), [one[::2]])
+    with pytest.raises(kv.ArgumentError, match="raw="):
+        kv.Store(kv.HostTier(1 << 20), namespace=namespace()).put_bytes(keys(1), [one])
+
+
+def test_c32_state_of_each_rank_is_its_own(tmp_path):
+    states = [np.full(1000, rank + 1, np.uint8) for rank in range(2)]
+    for rank, state in enumerate(states):
+        with kv.Store(
+            kv.DirectoryTier(tmp_path, 1 << 20, keep_free=0), namespace=namespace(raw=f"rank={rank}")
+        ) as store:
+            assert store.put_bytes(keys(1), [state]).wait() == ["ok"]
+    for rank, state in enumerate(states):
+        with kv.Store(
+            kv.DirectoryTier(tmp_path, 1 << 20, keep_free=0), namespace=namespace(raw=f"rank={rank}")
+        ) as store:
+            back = np.zeros(1000, np.uint8)
+            assert store.get_bytes(keys(1), [back]).wait() == ["ok"]
+            assert (back == state).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s, c: s.put(keys(2), c, [0]), "1 blocks for 2 keys"),
+        (lambda s, c: s.put(keys(1), c, [16]), "block id 16 .*num_blocks is 16"),
+        (lambda s, c: s.get(keys(2), c, [3, 3]), "block 3 is given twice"),
+        (lambda s, c: s.put("ab", c, [0]), "keys is str"),
+        (lambda s, c: s.put([b""], c, [0]), r"keys\[0\]: key: 0 bytes"),
+        (lambda s, c: s.put([1], c, [0]), r"keys\[0\]"),
+        (lambda s, c: s.put(keys(1), np.zeros(3), [0]), "cache is ndarray"),
+        (lambda s, c: s.put(keys(1), c, [0], heads=(0, 4)), "heads"),
+        (lambda s, c: s.put(keys(1), c, [0], heads=(0, 4, 8)), "heads: 8 from 0 of the cache's 8 and from 4"),
+        (lambda s, c: s.put(keys(1), c, [0], after=3), "after: int"),
+        (lambda s, c: s.put(keys(1), c, [0], deadline=-1), "deadline"),
+        (lambda s, c: s.put(keys(1), cache(head_size=64), [0]), "64 elements a token, in the namespace 32"),
+        (lambda s, c: s.put(keys(1), cache(dtype="f16"), [0]), "f16, in the namespace bf16"),
+        (lambda s, c: s.put(keys(1), cache(block_size=32), [0]), "block_size 16 of the namespace is no multiple"),
+        (lambda s, c: s.put(keys(1), cache(heads=4), [0]), "4 of the namespace's 8 heads; give heads="),
+        (lambda s, c: s.lookup(keys(1), heads=(4, 5)), "heads: 5 from 4"),
+        (lambda s, c: kv.Store([], namespace=namespace()), "no tiers"),
+        (lambda s, c: kv.Store(s.tiers * 2, namespace=namespace()), "given twice"),
+        (lambda s, c: kv.Store(s.tiers, namespace="x"), "namespace is str"),
+        (lambda s, c: kv.HostTier(0), "num_bytes"),
+        (lambda s, c: kv.HostTier(1 << 20, eviction="arc"), "'s3fifo' or 'lru'"),
+        (lambda s, c: kv.HostTier(1 << 20, shared_name="../x"), "name"),
+        (lambda s, c: kv.DirectoryTier("/proc/kvstride", 1 << 20), "/proc"),
+        (lambda s, c: kv.DirectoryTier("x\0y", 1 << 20), "NUL"),
+    ],
+)
+def test_bad_input_is_one_line(call, message):
+    with (
+        kv.Store(kv.HostTier(1 << 20), namespace=namespace()) as store,
+        pytest.raises(kv.Error, match=message) as error,
+    ):
+        call(store, cache())
+    assert "\n" not in str(error.value)
+
+
+def test_a_store_belongs_to_its_process(tmp_path):
+    store = kv.Store([kv.HostTier(1 << 20), kv.DirectoryTier(tmp_path, 1 << 20, keep_free=0)], namespace=namespace())
+    for thing in (store, *store.tiers):
+        with pytest.raises(TypeError):
+            pickle.dumps(thing)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            store.lookup(keys(1))
+        except kv.StoreError:
+            store.close()
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert store.put(keys(1), cache(), [0]).wait() == ["ok"]
+    store.close()
+    assert store.put(keys(1), cache(), [0]).wait() == ["refused"]
+
+
+def test_jobs_that_nobody_waits_for_keep_their_memory():
+    dst = [cache(seed=i) for i in range(8)]
+    store = kv.Store(kv.HostTier(4 << 20), namespace=namespace())
+    store.put(keys(8), cache(), range(8)).wait()
+    for one in dst:
+        store.get(keys(8), one, range(8))
+    dst.clear()
+    one = None
+    gc.collect()
+    assert store.flush(10)
+    del store
+
+
+def test_c85_the_same_in_another_process(tmp_path):
+    text = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_store import *
+with kv.Store(kv.DirectoryTier({str(tmp_path)!r}, 1 << 24, keep_free=0), namespace=namespace()) as store:
+    assert store.put(keys(4), cache(), range(4)).wait() == ["ok"] * 4
+"""
+    subprocess.run([sys.executable, "-c", text], check=True, env=os.environ | {"PYTHONHASHSEED": "5"})
+    dst = cache("B H N KV D", seed=2)
+    with kv.Store(kv.DirectoryTier(tmp_path, 1 << 24, keep_free=0), namespace=namespace()) as store:
+        assert store.lookup_prefix(keys(5)) == 4
+        assert store.get(keys(4), dst, range(4)).wait() == ["ok"] * 4
+    assert (dst.key(0)[:4] == cache().key(0)[:4]).all()
+
+
+def test_another_process_is_seen_at_once(tmp_path):
+    """Two tiers on one directory stand for two processes: nothing but the file system is between them."""
+    a = kv.Store(kv.DirectoryTier(tmp_path, 1 << 24, keep_free=0), namespace=namespace())
+    b = kv.Store(kv.DirectoryTier(tmp_path, 1 << 24, keep_free=0), namespace=namespace())
+    src, dst = cache(), cache(seed=2)
+    for i in range(5):
+        assert b.lookup_prefix(keys(3, 10 * i)) == 0
+        assert a.put(keys(2, 10 * i), src, [0, 1]).wait() == ["ok", "ok"]
+        until = time.monotonic() + 0.1
+        while b.lookup_prefix(keys(3, 10 * i)) != 2:
+            assert time.monotonic() < until
+        assert b.get(keys(2, 10 * i), dst, [0, 1]).wait() == ["ok", "ok"]
+    a.close()
+    b.close()
+
+
+def test_metrics(tiers):
+    src, dst = cache(), cache(seed=2)
+    with kv.Store(tiers, namespace=namespace()) as store:
+        store.put(keys(3), src, range(3)).wait()
+        store.get(keys(4), dst, range(4)).wait()
+        metrics = store.metrics()
+    assert metrics["counters"]["put_ok"] == 3
+    assert metrics["counters"]["get_ok"] == 3
+    assert metrics["counters"]["get_miss"] == 1
+    assert metrics["counters"]["miss_absent"] == 1
+    assert metrics["seconds"]["get"]["count"] == 4
+    assert sum(metrics["seconds"]["get"]["buckets"]) == 4
+    for tier in metrics["tiers"]:
+        assert tier["counters"]["writes"] == 3
+        assert tier["chunks"] == 3
+        assert 0 < tier["used_bytes"] <= tier["capacity_bytes"]
+    assert metrics["tiers"][0]["counters"]["reads"] == 3
+
+
+def reader():
+    pytest.importorskip("xxhash")
+    spec = importlib.util.spec_from_file_location("read_chunk", ROOT / "examples" / "python" / "read_chunk.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.read_chunk
+
+
+def files(path):
+    return [p for p in path.rglob("*") if p.is_file() and p.stat().st_size >= 8192 and p.parent.parent.name]
+
+
+def test_the_example_reads_every_file(tmp_path):
+    read_chunk = reader()
+    src = cache()
+    with kv.Store(kv.DirectoryTier(tmp_path, 16 << 20, keep_free=0), namespace=namespace()) as store:
+        store.put(keys(3), src, range(3)).wait()
+        store.put(keys(1, 5), src, [5], heads=(2, 2, 3)).wait()
+    found = {}
+    for path in files(tmp_path):
+        space, key, first, heads, arrays = read_chunk(path)
+        assert space == namespace().text
+        assert set(arrays) == {"key", "value"}
+        found[key, first, heads] = arrays
+        data = bytearray(path.read_bytes())
+        for at in (0, 15, 200, 4095, 4096, len(data) - 1):
+            data[at] ^= 1
+            damaged = tmp_path / path.name
+            damaged.write_bytes(data)
+            with pytest.raises(ValueError, match=r"damaged|version|chunk"):
+                read_chunk(damaged)
+            data[at] ^= 1
+    assert len(found) == 4
+    for i in range(3):
+        arrays = found[keys(1, i)[0].bytes, 0, HEADS]
+        for layer in range(LAYERS):
+            assert (arrays["key"][:, layer].transpose(1, 0, 2) == src.key(layer)[i]).all()
+            assert (arrays["value"][:, layer].transpose(1, 0, 2) == src.value(layer)[i]).all()
+    arrays = found[keys(1, 5)[0].bytes, 2, 3]
+    assert (arrays["key"][:, 1].transpose(1, 0, 2) == src.key(1)[5][:, 2:5]).all()
+
+
+def test_c86_a_file_is_its_header_and_payload(tmp_path):
+    sizes = {"num_layers": LAYERS, "num_blocks": 4, "block_size": BLOCK, "num_kv_heads": 1, "head_size": 64}
+    layout = kv.layout("B N {latent: D[64], rope: D[16]}", kv.Geometry(**sizes))
+    mla = kv.Cache([np.zeros(layout.num_bytes, np.uint8) for _ in range(LAYERS)], layout)
+    space = namespace(planes={"latent": "bf16[64]", "rope": "bf16[16]"}, num_kv_heads=1, head_size=64)
+    with kv.Store(kv.DirectoryTier(tmp_path, 16 << 20, keep_free=0), namespace=space) as store:
+        store.put(keys(1), mla, [0]).wait()
+    with kv.Store(kv.DirectoryTier(tmp_path, 16 << 20, keep_free=0), namespace=namespace()) as store:
+        store.put(keys(1), cache(), [0]).wait()
+    payloads = sorted([LAYERS * BLOCK * 80 * 2, LAYERS * 2 * BLOCK * HEADS * HEAD_SIZE * 2])
+    assert sorted(p.stat().st_size for p in files(tmp_path)) == [4096 + -(-one // 4096) * 4096 for one in payloads]
+
+
+def test_c75_modes_of_files_and_folders(tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir(mode=0o755)
+    old = os.umask(0)
+    try:
+        for path in (tmp_path / "made", kept):
+            with kv.Store(kv.DirectoryTier(path, 16 << 20, keep_free=0), namespace=namespace()) as store:
+                store.put(keys(2), cache(), [0, 1]).wait()
+            for one in path.rglob("*"):
+                assert one.stat().st_mode & 0o7777 == (0o700 if one.is_dir() else 0o600), one
+    finally:
+        os.umask(old)
+    assert (tmp_path / "made").stat().st_mode & 0o7777 == 0o700
+    assert kept.stat().st_mode & 0o7777 == 0o755
+
+
+def test_prometheus_text():
+    prometheus = pytest.importorskip("prometheus_client")
+    from kvstride.prometheus import StoreCollector
+
+    with kv.Store(kv.HostTier(4 << 20), namespace=namespace()) as store:
+        store.put(keys(2), cache(), [0, 1]).wait()
+        store.get(keys(3), cache(seed=2), range(3)).wait()
+        registry = prometheus.CollectorRegistry()
+        registry.register(StoreCollector({"a": store}))
+        value = registry.get_sample_value
+        assert value("kvstride_store_requests_total", {"store": "a", "verb": "put", "outcome": "ok"}) == 2
+        assert value("kvstride_store_requests_total", {"store": "a", "verb": "get", "outcome": "miss"}) == 1
+        assert value("kvstride_store_misses_total", {"store": "a", "reason": "absent"}) == 1
+        assert value("kvstride_store_request_seconds_count", {"store": "a", "verb": "get"}) == 3
+        assert value("kvstride_tier_reads_total", {"store": "a", "tier": "host"}) == 2
+        assert value("kvstride_tier_capacity_bytes", {"store": "a", "tier": "host"}) == 4 << 20
+        text = prometheus.generate_latest(registry).decode()
+    assert 'kvstride_tier_seconds_bucket{le="+Inf",operation="read",store="a",tier="host"} 2.0' in text
