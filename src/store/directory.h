@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The files of a directory tier: names, the account, eviction, what other processes do (docs/formats/directory.md).
+// The files of a directory tier: what is known of them, the account, eviction (docs/formats/directory.md).
 #pragma once
 
 #include <atomic>
@@ -10,16 +10,12 @@
 #include <string>
 #include <vector>
 
+#include "store/folders.h"
 #include "store/io.h"
 #include "store/ledger.h"
 #include "store/tier.h"
 
 namespace kvstride::store {
-
-/// Name of a piece's file: key and heads as lower-case hex, four digits each for the first head and their number.
-std::string file_name(const Key& key, Heads heads);
-/// The reverse; nothing for any other name.
-std::optional<std::pair<Key, Heads>> parse_file_name(std::string_view name);
 
 /// What a file takes of the disk: delayed allocation must not hide it.
 std::int64_t bytes_on_disk(const struct stat& stat);
@@ -30,11 +26,19 @@ std::int64_t room_for(std::int64_t bytes);
 struct Draft {
   std::string name;  ///< in tmp/
   int fd = -1;
-  bool direct = false;
   std::int64_t reserved = 0;
 };
 
-/// All calls but those marked may wait for the file system: they belong on the tier's own threads. Thread-safe.
+/// A pinned entry: an entry that takes its place later is another one.
+struct Pin {
+  Slot slot = kNoSlot;
+  std::uint32_t generation = 0;
+};
+
+/// Why a piece goes.
+enum class Going : std::uint8_t { kDamaged, kRemoved };
+
+/// Thread-safe. Calls of the second part wait for the file system: they belong on the tier's own threads.
 class Directory {
  public:
   struct Options {
@@ -48,24 +52,30 @@ class Directory {
   /// Opens or makes the directory, and learns what is in it from names and sizes: no payload is read. Throws
   /// Error(kStore).
   Directory(std::shared_ptr<Io> io, Options options, Counters& counters);
-  ~Directory();
 
-  // --- In memory; no call of the file system.
+  // --- In memory.
   std::uint32_t space(const Digest& digest);
   void pieces(std::uint32_t space, const Key& key, std::vector<Piece>& out) const;
   std::size_t covered(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix,
                       std::span<std::uint8_t> out) const;
   bool holds(const PieceId& id) const;
-  bool pin(const PieceId& id);
-  void unpin(const PieceId& id);
-  bool forget(const PieceId& id);
+  std::optional<Pin> pin(const PieceId& id);
+  void unpin(Pin pin);
+  /// Forgets a piece that shall go; settle() or settle_all() then moves or removes its file. Until that is done nobody
+  /// finds it again, and no other file takes its name.
+  void let_go(const PieceId& id, Going why);
+  std::int64_t used_bytes() const;
+  std::int64_t num_pieces() const;
+  std::size_t index_memory() const;
+  bool read_only() const { return folders_.read_only(); }
+  bool direct() const { return direct_; }
 
-  /// Asks the file system about keys, in their order; with `prefix` up to the first that it has not. Whether anything
-  /// was found.
+  // --- With the file system.
+
+  /// Asks it about keys, in their order; with `prefix` up to the first that it has not. Whether anything was found.
   bool probe(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix);
-
-  /// An open file and its bytes, or −errno. What is gone is forgotten.
-  int open_piece(const PieceId& id, std::int64_t& bytes, bool direct);
+  /// An open file and its bytes, or −errno. What is gone, or is no file of ours, is forgotten.
+  int open_piece(const PieceId& id, std::int64_t& bytes);
   /// After a read: it is among the last used, here and in the file's times.
   void used(const PieceId& id);
 
@@ -77,80 +87,75 @@ class Directory {
   /// The file system was full: makes room for `bytes` by evicting, if it can.
   bool make_space(std::int64_t bytes);
 
-  /// Moves a damaged file to quarantine/, or removes it; the index has forgotten it.
-  void set_aside(const PieceId& id);
-  void remove(const PieceId& id);
-
-  /// Writes the account, counts anew where that is needed, removes what dead processes left. For a thread that does it
-  /// now and then.
+  /// What let_go() was called for.
+  void settle(const PieceId& id);
+  void settle_all();
+  /// Writes the account, counts anew where that is needed, removes what dead processes left. To be called now and then.
   void keep_house();
-
-  std::shared_ptr<Io> io() const { return io_; }
-  bool read_only() const { return read_only_; }
-  bool direct() const { return direct_; }
-  std::int64_t max_bytes() const { return options_.max_bytes; }
-  std::int64_t used_bytes() const;
-  std::int64_t num_pieces() const;
-  std::size_t index_memory() const;
 
  private:
   struct Space {
     Digest digest;
-    std::string name;
-    int fd = -1;
-    std::array<int, 16> shards;
     std::vector<Heads> splits;  ///< head ranges that somebody wrote
     struct timespec splits_time {};
     Clock::time_point splits_checked{};
   };
-  /// A directory's descriptor, opened (and made) when it is first needed; −errno.
-  int space_fd(Space& space, bool make);
-  int shard_fd(std::uint32_t space, const Key& key, bool make);
-  int open_directory(int at, const char* name, bool make);
-  bool ours(const struct stat& stat) const;
-  void learn_splits(Space& space);
-  std::vector<Heads> splits_of(std::uint32_t space);
-  int mark_split(std::uint32_t space, Heads heads);
-
-  void open_root();
-  void probe_direct();
+  struct Gone {
+    PieceId id;
+    Going why;
+  };
   struct Scan;
-  void scan(Scan& out);
-  void scan_space(std::uint32_t number, Scan& out);
-  std::int64_t scan_flat(int fd, const char* what, bool remove_dead);
-  void adopt(Scan& scan);
-  void count_files(bool mine);
+
+  const Digest& digest(std::uint32_t space) const;
+  Folder shard(const PieceId& id, bool make) { return folders_.shard(digest(id.space), shard_of(id.key), make); }
+  std::vector<Heads> splits_of(std::uint32_t space);
+  void learn_splits(Space& space);
+  int mark_split(std::uint32_t space, Heads heads);
+  void probe_direct();
+
+  void insert(const PieceId& id, std::int64_t bytes, std::int64_t used, bool read);
+  bool forget(const PieceId& id);
+  void drop(Slot slot, bool remember);
+  bool is_going(const PieceId& id) const;
+  bool settle_one(const Gone& gone);
+  int unlink_piece(const PieceId& id, std::int64_t& bytes);
   bool may_change();
 
-  enum class Freed { kSome, kNothing };
-  Freed evict_one(std::int64_t& freed);
   std::optional<Outcome> take_room(std::int64_t bytes);
   bool free_on_disk(std::int64_t bytes);
-  bool drop_quarantined(std::int64_t& freed);
+  /// Bytes that came free; 0: nothing can be evicted.
+  std::int64_t evict_one();
+  std::int64_t drop_quarantined();
   bool used_elsewhere(const PieceId& id, std::int64_t last_use);
-  int unlink_piece(const PieceId& id, std::int64_t& bytes);
 
-  std::shared_ptr<Io> io_;
-  Options options_;
+  void scan(Scan& out);
+  void scan_space(std::uint32_t number, Scan& out);
+  std::int64_t scan_flat(int fd, bool drafts, bool& whole);
+  void adopt(Scan& scan);
+  void count_files(bool mine);
+
+  const std::shared_ptr<Io> io_;
+  const Options options_;
   Counters& counters_;
-  int root_ = -1;
-  int tmp_ = -1;
-  int quarantine_ = -1;
-  bool read_only_ = false;
+  Folders folders_;
   bool direct_ = false;
   std::int64_t keep_free_ = 0;
   std::unique_ptr<Ledger> ledger_;
   std::atomic<std::uint64_t> next_draft_{0};
   std::atomic<std::int64_t> paused_until_{0};  ///< writes, after the file system was full; Clock ticks
-  std::atomic<int> quarantined_{0};            ///< not 0: there may be files in quarantine/
+  std::atomic<bool> quarantined_{false};       ///< there may be files in quarantine/
+  std::atomic<std::int64_t> known_used_{0};    ///< by the account, and what this process has changed since
   Clock::time_point rescanned_{};
   Clock::time_point counted_{};
 
   /// Held shared while files come and go, exclusively while they are counted.
   std::shared_mutex files_;
-  mutable std::mutex mutex_;  ///< index and spaces
+  mutable std::mutex mutex_;  ///< the index, spaces and what is going
   Index index_;
+  std::vector<std::uint32_t> generations_;  ///< by slot; empty until something is pinned
   std::vector<std::unique_ptr<Space>> spaces_;
+  std::vector<Gone> going_;
+  std::mutex going_mutex_;  ///< held while one of going_ is settled
   std::mutex splits_mutex_;
   std::mutex evict_mutex_;
 };

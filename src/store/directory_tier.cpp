@@ -53,11 +53,12 @@ struct Operation {
 /// What outlives the tier where a disk hangs: threads hold it.
 class Core : public std::enable_shared_from_this<Core> {
  public:
-  Core(const DirectoryTierOptions& options, std::shared_ptr<Io> io)
+  Core(const DirectoryTierOptions& options, const std::shared_ptr<Io>& io)
       : options_(options),
+        io_(io),
         staging_(options.staging_bytes),
         extents_(staging_.size() / kPage * kPage),
-        directory_(std::move(io),
+        directory_(io,
                    {options.path, options.max_bytes, options.keep_free,
                     options.eviction == Eviction::kLru ? Policy::kLru : Policy::kS3Fifo, options.sync, options.group},
                    counters_) {}
@@ -73,15 +74,16 @@ class Core : public std::enable_shared_from_this<Core> {
   void add_task(std::function<void()> task);
   bool sick() const;
   bool probe(std::uint32_t space, std::vector<Key> keys, Heads heads, bool prefix);
+  void expect(std::span<std::byte> memory);
 
   const DirectoryTierOptions options_;
+  const std::shared_ptr<Io> io_;
   Counters counters_;
   Memory staging_;
   std::mutex staging_mutex_;
   Extents extents_;
   Directory directory_;
   const pid_t pid_ = getpid();
-  std::span<std::byte> others_;  ///< memory of an upper tier
   std::string engine_;
 
  private:
@@ -102,6 +104,7 @@ class Core : public std::enable_shared_from_this<Core> {
   void end_write(Operation& operation, Outcome outcome);
 
   mutable std::mutex mutex_;
+  std::span<std::byte> others_;  ///< memory of an upper tier
   std::condition_variable work_;
   std::condition_variable work_house_;
   std::condition_variable ended_;
@@ -117,6 +120,7 @@ class Core : public std::enable_shared_from_this<Core> {
     std::vector<Key> keys;
     Heads heads;
     bool prefix;
+    Clock::time_point until;  ///< who asked waits no longer
     bool done = false;
     bool found = false;
   };
@@ -148,8 +152,11 @@ void Core::give(std::int64_t offset, std::int64_t bytes) {
 std::unique_ptr<Transfers> Core::transfers(std::string& name) {
   if (options_.engine != Engine::kBlocking) {
     std::vector<iovec> memory{{staging_.data(), static_cast<std::size_t>(staging_.size())}};
-    if (!others_.empty() && static_cast<std::int64_t>(others_.size()) <= kRegistered) {
-      memory.push_back({others_.data(), others_.size()});
+    {
+      const std::lock_guard lock(mutex_);
+      if (!others_.empty() && static_cast<std::int64_t>(others_.size()) <= kRegistered) {
+        memory.push_back({others_.data(), others_.size()});
+      }
     }
     std::string why;
     if (auto ring = ring_transfers(kRingDepth, memory, &why)) {
@@ -160,7 +167,7 @@ std::unique_ptr<Transfers> Core::transfers(std::string& name) {
   } else {
     name = "pread/pwrite";
   }
-  return blocking_transfers(directory_.io());
+  return blocking_transfers(io_);
 }
 
 void Core::start() {
@@ -179,27 +186,35 @@ void Core::start() {
   if (directory_.direct()) engine_ += ", O_DIRECT";
   const std::size_t threads = options_.num_threads > 0 ? static_cast<std::size_t>(options_.num_threads) : ring ? 2 : 8;
   for (std::size_t i = 0; i < threads; ++i) busy_.push_back(std::make_unique<Busy>());
-  const std::shared_ptr<Core> self = shared_from_this();
-  alive_ = threads + 2;
-  const auto ended = [](Core& core) {
-    const std::lock_guard lock(core.mutex_);
-    --core.alive_;
-    core.ended_.notify_all();
+  const auto add_thread = [&](auto body) {
+    {
+      const std::lock_guard lock(mutex_);
+      ++alive_;
+    }
+    try {
+      threads_.emplace_back([self = shared_from_this(), body] {
+        body(*self);
+        const std::lock_guard lock(self->mutex_);
+        --self->alive_;
+        self->ended_.notify_all();
+      });
+    } catch (const std::system_error& error) {
+      {
+        const std::lock_guard lock(mutex_);
+        --alive_;
+      }
+      stop();
+      throw Error(ErrorCode::kStore, fmt::format("DirectoryTier: no thread can be made: {}", error.what()));
+    }
   };
-  for (std::size_t i = 0; i < threads; ++i) {
-    threads_.emplace_back([self, i, ended] {
-      self->run(i);
-      ended(*self);
-    });
-  }
-  threads_.emplace_back([self, ended] {
-    self->keep_house();
-    ended(*self);
-  });
-  threads_.emplace_back([self, ended] {
-    self->answer();
-    ended(*self);
-  });
+  for (std::size_t i = 0; i < threads; ++i) add_thread([i](Core& core) { core.run(i); });
+  add_thread([](Core& core) { core.keep_house(); });
+  add_thread([](Core& core) { core.answer(); });
+}
+
+void Core::expect(std::span<std::byte> memory) {
+  const std::lock_guard lock(mutex_);
+  if (others_.empty()) others_ = memory;
 }
 
 /// Threads that a disk keeps are left behind with all that they use.
@@ -226,10 +241,17 @@ void Core::stop() {
     if (one.write) end_write(one, Outcome::kRefused);
   }
   std::unique_lock lock(mutex_);
-  const bool all = ended_.wait_for(lock, std::chrono::seconds(10), [&] { return alive_ == 0; });
+  // The last one to let go of a tier may be one of its own threads.
+  const auto is_this = [](const std::thread& thread) { return thread.get_id() == std::this_thread::get_id(); };
+  const std::size_t own = std::any_of(threads_.begin(), threads_.end(), is_this) ? 1 : 0;
+  const bool all = ended_.wait_for(lock, std::chrono::seconds(10), [&] { return alive_ == own; });
   lock.unlock();
-  for (std::thread& thread : threads_) all ? thread.join() : thread.detach();
+  for (std::thread& thread : threads_) all && !is_this(thread) ? thread.join() : thread.detach();
   threads_.clear();
+  try {
+    if (all) directory_.settle_all();
+  } catch (...) {  // no memory: the next one finds it
+  }
 }
 
 bool Core::sick() const {
@@ -273,6 +295,11 @@ void Core::add(Operation operation) {
 
 /// One thread: starts files while it has room for more, and goes on with what has ended.
 void Core::run(std::size_t number) {
+  {
+    // Nothing is pinned for I/O before there is some.
+    std::unique_lock lock(mutex_);
+    work_.wait(lock, [&] { return stop_ || !reads_.empty() || !writes_.empty(); });
+  }
   std::string name;
   const std::unique_ptr<Transfers> io = transfers(name);
   std::vector<std::unique_ptr<Operation>> active;  // by token
@@ -368,9 +395,9 @@ bool Core::begin(Operation& operation) {
 
 void Core::begin_read(Operation& operation) {
   ReadRequest& request = *operation.read;
-  operation.fd = directory_.open_piece(request.id, operation.bytes, directory_.direct());
+  operation.fd = directory_.open_piece(request.id, operation.bytes);
   if (operation.fd < 0) {
-    const bool gone = operation.fd == -ENOENT || operation.fd == -ELOOP || operation.fd == -EACCES;
+    const bool gone = operation.fd == -ENOENT;
     if (!gone) counters_.add(Count::kIoErrors);
     return end_read(operation, gone ? Outcome::kMiss : Outcome::kIoError);
   }
@@ -440,7 +467,7 @@ bool Core::moved(Operation& operation, const Transfer& transfer) {
 }
 
 void Core::end_read(Operation& operation, Outcome outcome) {
-  if (operation.fd >= 0) directory_.io()->close(operation.fd);
+  if (operation.fd >= 0) io_->close(operation.fd);
   operation.fd = -1;
   ReadRequest request = std::move(*operation.read);
   if (outcome == Outcome::kOk) {
@@ -504,11 +531,16 @@ void Core::answer() {
 }
 
 bool Core::probe(std::uint32_t space, std::vector<Key> keys, Heads heads, bool prefix) {
-  const auto question = std::make_shared<Question>(Question{space, std::move(keys), heads, prefix});
   const Clock::time_point until = Clock::now() + options_.lookup_timeout;
+  const auto question = std::make_shared<Question>(Question{space, std::move(keys), heads, prefix, until});
   std::unique_lock lock(mutex_);
-  // One at a time; where the file system is slow, who comes later does not wait longer.
-  if (!answered_.wait_until(lock, until, [&] { return stop_ || !asked_ || asked_->done; }) || stop_) return false;
+  // One at a time. Who comes while the file system keeps an old one waits no longer than that one did.
+  const auto answered = [&] { return stop_ || !asked_ || asked_->done; };
+  while (!answered()) {
+    const Clock::time_point limit = std::min(until, asked_->until);
+    if (!answered_.wait_until(lock, limit, answered)) return false;
+  }
+  if (stop_) return false;
   asked_ = question;
   question_.notify_one();
   answered_.wait_until(lock, until, [&] { return stop_ || question->done; });
@@ -534,9 +566,7 @@ class DirectoryTier final : public Tier {
   }
   BufferPtr buffer(std::int64_t bytes) override { return core_->buffer(bytes); }
   std::int64_t largest() const override { return core_->staging_.size() / kPage * kPage; }
-  void expect_memory(std::span<std::byte> memory) override {
-    if (core_->others_.empty()) core_->others_ = memory;
-  }
+  void expect_memory(std::span<std::byte> memory) override { core_->expect(memory); }
   bool holds(const PieceId& id) override { return core_->directory_.holds(id); }
   void read(ReadRequest request) override {
     Operation operation;
@@ -548,27 +578,20 @@ class DirectoryTier final : public Tier {
     operation.write = std::move(request);
     core_->add(std::move(operation));
   }
-  void damaged(const PieceId& id) override {
-    core_->directory_.forget(id);
-    core_->add_task([core = core_.get(), id] { core->directory_.set_aside(id); });
-  }
+  void damaged(const PieceId& id) override { let_go(id, Going::kDamaged); }
   bool remove(std::uint32_t space, const Key& key) override {
     std::vector<Piece> known;
     pieces(space, key, known);
-    for (const Piece& piece : known) {
-      const PieceId id{space, key, piece.heads};
-      core_->directory_.forget(id);
-      core_->add_task([core = core_.get(), id] { core->directory_.remove(id); });
-    }
+    for (const Piece& piece : known) let_go({space, key, piece.heads}, Going::kRemoved);
     return !known.empty();
   }
 
   std::shared_ptr<void> pin(std::uint32_t space, const Key& key) override {
     struct Pinned {
       std::shared_ptr<Core> core;
-      std::vector<PieceId> ids;
+      std::vector<Pin> pins;
       ~Pinned() {
-        for (const PieceId& id : ids) core->directory_.unpin(id);
+        for (const Pin one : pins) core->directory_.unpin(one);
       }
     };
     auto out = std::make_shared<Pinned>();
@@ -576,10 +599,9 @@ class DirectoryTier final : public Tier {
     std::vector<Piece> known;
     pieces(space, key, known);
     for (const Piece& piece : known) {
-      const PieceId id{space, key, piece.heads};
-      if (core_->directory_.pin(id)) out->ids.push_back(id);
+      if (const std::optional<Pin> pin = core_->directory_.pin({space, key, piece.heads})) out->pins.push_back(*pin);
     }
-    return out->ids.empty() ? nullptr : out;
+    return out->pins.empty() ? nullptr : out;
   }
 
   TierMetrics metrics() const override {
@@ -595,6 +617,11 @@ class DirectoryTier final : public Tier {
   }
 
  private:
+  void let_go(const PieceId& id, Going why) {
+    core_->directory_.let_go(id, why);
+    core_->add_task([core = core_.get(), id] { core->directory_.settle(id); });
+  }
+
   std::shared_ptr<Core> core_;
 };
 

@@ -92,14 +92,12 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
     if (bytes > largest()) return nullptr;
     std::optional<std::int64_t> offset;
     std::vector<Demotion> demotions;
-    std::shared_ptr<Tier> lower;
     {
       const std::lock_guard lock(mutex_);
-      lower = lower_.lock();
-      while (!(offset = extents_.take(bytes)) && evict(lower != nullptr, demotions)) {
+      while (!(offset = extents_.take(bytes)) && evict(demotions)) {
       }
     }
-    for (Demotion& demotion : demotions) demote(*lower, std::move(demotion));
+    for (Demotion& demotion : demotions) demote(std::move(demotion));
     if (!offset) return nullptr;
     return std::make_shared<HostBuffer>(shared_from_this(), std::make_shared<Extent>(this, *offset, bytes));
   }
@@ -194,10 +192,15 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
     return pinned->empty() ? nullptr : pinned;
   }
 
-  void demote_to(std::weak_ptr<Tier> lower, std::function<std::uint32_t(std::uint32_t)> space_there) override {
+  void demote_to(std::uint32_t space, std::weak_ptr<Tier> lower, std::uint32_t space_there) override {
     const std::lock_guard lock(mutex_);
-    lower_ = std::move(lower);
-    space_there_ = std::move(space_there);
+    if (space >= lower_.size()) lower_.resize(space + 1);
+    lower_[space] = {std::move(lower), space_there};
+  }
+
+  void only_here(const PieceId& id) override {
+    const std::lock_guard lock(mutex_);
+    if (const Slot slot = index_.find(id); slot != kNoSlot) index_.held(slot).place = kOnlyHere;
   }
 
   TierMetrics metrics() const override {
@@ -217,37 +220,48 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
   std::byte* at(std::int64_t offset) const { return memory_->data() + offset; }
 
  private:
+  static constexpr std::uint64_t kOnlyHere = 1;  ///< Held::place
+
   struct Demotion {
     PieceId id;
     BufferPtr image;
+    std::shared_ptr<Tier> to;
+  };
+  struct Lower {
+    std::weak_ptr<Tier> tier;
+    std::uint32_t space = 0;
   };
 
-  /// Lets go of the entry whose turn it is, if nobody has it in hand. What the lower tier may lack goes to `demotions`,
-  /// a few at a time; its room is free when the lower tier is done with it.
-  bool evict(bool lower, std::vector<Demotion>& demotions) {
+  /// Lets go of the entry whose turn it is, if nobody has it in hand. What the lower tier lacks goes to `demotions`, a
+  /// few at a time; its room is free when the lower tier is done with it.
+  bool evict(std::vector<Demotion>& demotions) {
     constexpr std::size_t kAtOnce = 8;
     const Slot slot = index_.victim([&](Slot at) { return images_[at].use_count() > 1; });
     if (slot == kNoSlot) return false;
     ExtentPtr extent = std::move(images_[slot]);
     counters_.add(Count::kEvictions);
     if (!index_.was_read(slot)) counters_.add(Count::kEvictedUnread);
-    if (lower && demotions.size() < kAtOnce) {
-      demotions.push_back({index_.id(slot), std::make_shared<HostBuffer>(shared_from_this(), std::move(extent))});
-    } else {
-      extents_.give(extent->offset(), extent->bytes());
-      extent->disown();
-    }
+    PieceId id = index_.id(slot);
+    const bool only_here = index_.held(slot).place == kOnlyHere;
     index_.remove(slot, true);
+    if (only_here && id.space < lower_.size() && demotions.size() < kAtOnce) {
+      if (std::shared_ptr<Tier> lower = lower_[id.space].tier.lock()) {
+        id.space = lower_[id.space].space;
+        demotions.push_back(
+            {id, std::make_shared<HostBuffer>(shared_from_this(), std::move(extent)), std::move(lower)});
+        return true;
+      }
+    }
+    extents_.give(extent->offset(), extent->bytes());
+    extent->disown();
     return true;
   }
 
-  void demote(Tier& lower, Demotion demotion) {
-    PieceId id = demotion.id;
-    id.space = space_there_(id.space);
-    if (lower.holds(id)) return;
+  void demote(Demotion demotion) {
     counters_.add(Count::kDemotions);
     const std::int64_t bytes = demotion.image->bytes();
-    lower.write({id, std::move(demotion.image), bytes, Clock::now() + std::chrono::seconds(10), [](Outcome) {}});
+    demotion.to->write(
+        {demotion.id, std::move(demotion.image), bytes, Clock::now() + std::chrono::seconds(10), [](Outcome) {}});
   }
 
   bool drop(const PieceId& id) {
@@ -267,8 +281,7 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
   std::vector<ExtentPtr> images_;  ///< by slot
   std::vector<Digest> spaces_;
   std::vector<Slot> found_;
-  std::weak_ptr<Tier> lower_;
-  std::function<std::uint32_t(std::uint32_t)> space_there_;
+  std::vector<Lower> lower_;  ///< by namespace
   Counters counters_;
 
   friend class Extent;

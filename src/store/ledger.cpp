@@ -296,7 +296,6 @@ void Ledger::finish_count(LedgerRecord& record) {
   }
   local_.counting = false;
   local_.sure += std::exchange(local_.late_commits, 0);
-  ++local_.mark;
 }
 
 /// Most room that is kept unused: a step, or what there was no room for and is being made.
@@ -382,7 +381,6 @@ Ledger::Count Ledger::begin_count(bool force) {
       record.count = local_.count = random_number();
       local_.counting = true;
       local_.sure_until = {};
-      ++local_.mark;
       answer = Count::kMine;
     });
     if (!done) return Count::kOther;

@@ -100,8 +100,10 @@ class Tier {
   /// Keeps all known pieces of a chunk until the result is dropped; null where there are none.
   virtual std::shared_ptr<void> pin(std::uint32_t space, const Key& key) = 0;
 
-  /// Chunks that only this tier holds go to `lower` when they are evicted.
-  virtual void demote_to(std::weak_ptr<Tier>, std::function<std::uint32_t(std::uint32_t)>) {}
+  /// Where chunks of a namespace go that only this tier holds, when it evicts them.
+  virtual void demote_to(std::uint32_t, std::weak_ptr<Tier>, std::uint32_t /*its number of the namespace*/) {}
+  /// The piece is one of those: the tiers below did not take it.
+  virtual void only_here(const PieceId&) {}
 
   virtual TierMetrics metrics() const = 0;
 };

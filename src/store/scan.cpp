@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+// Finding out what is in a directory, and counting it.
+#include "store/scan.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
+
+namespace kvstride::store {
+namespace {
+
+constexpr std::size_t kSpaceName = 64;
+constexpr std::size_t kDraftName = 32;
+
+}  // namespace
+
+void Directory::scan_space(std::uint32_t number, Scan& out) {
+  const Digest& of = digest(number);
+  for (std::size_t shard = 0; shard < kNumShards; ++shard) {
+    const Folder folder = folders_.shard(of, shard, false);
+    if (folder.fd() == -ENOTDIR) counters_.add(Count::kForeign);  // not ours: neither counted nor read
+    if (folder.fd() == -ENOTDIR || folder.fd() == -ENOENT) continue;
+    const Folder listing = folder.fd() < 0 ? Folder(nullptr, folder.fd(), false) : folders_.again(folder.fd());
+    if (listing.fd() < 0) {
+      out.whole = false;
+      continue;
+    }
+    const int error = io_->list(listing.fd(), [&](const char* name, unsigned char) {
+      const auto parsed = parse_file_name(name);
+      if (!parsed || shard_of(parsed->first) != shard) return true;
+      struct stat stat;
+      const int failed = retry([&] { return io_->stat_at(listing.fd(), name, stat); });
+      if (failed == -ENOENT) return true;
+      if (failed < 0) {
+        out.whole = false;
+        return true;
+      }
+      if (!S_ISREG(stat.st_mode) || !folders_.ours(stat)) {
+        counters_.add(Count::kForeign);
+        return true;
+      }
+      out.bytes += bytes_on_disk(stat);
+      if (stat.st_size < 2 * kPage || stat.st_size % kPage != 0) {
+        out.damaged.push_back({number, parsed->first, parsed->second});
+        return true;
+      }
+      const std::string_view text(name);
+      out.files.push_back({number, static_cast<std::uint32_t>(stat.st_size / kPage), stat.st_atim.tv_sec,
+                           stat.st_mtim.tv_sec, out.names.size(), static_cast<std::uint32_t>(text.size())});
+      out.names += text;
+      return true;
+    });
+    if (error < 0) out.whole = false;
+  }
+}
+
+/// Bytes of the files of a folder without structure. Of drafts, those of dead processes are removed, and those of
+/// living ones are covered by what these have reserved.
+std::int64_t Directory::scan_flat(int fd, bool drafts, bool& whole) {
+  std::vector<std::string> names;
+  const Folder listing = folders_.again(fd);
+  const int error = listing.fd() < 0 ? listing.fd() : io_->list(listing.fd(), [&](const char* name, unsigned char) {
+    if (is_lower_hex(name)) names.emplace_back(name);
+    return true;
+  });
+  if (error < 0) {
+    whole = false;
+    return 0;
+  }
+  std::int64_t bytes = 0;
+  const std::vector<std::string> live = ledger_->live_tokens();  // after the listing: who starts now is not in it
+  for (const std::string& name : names) {
+    if (!drafts) {
+      struct stat stat;
+      const int failed = io_->stat_at(fd, name.c_str(), stat);
+      if (failed == 0 && S_ISREG(stat.st_mode)) bytes += bytes_on_disk(stat);
+      if (failed < 0 && failed != -ENOENT) whole = false;
+    } else if (name.size() == kDraftName && !live.empty() &&
+               std::find(live.begin(), live.end(), name.substr(0, kDraftName / 2)) == live.end()) {
+      const int failed = retry([&] { return io_->unlink(fd, name.c_str()); });
+      if (failed < 0 && failed != -ENOENT && failed != -EISDIR)
+        whole = false;  // it takes room that nobody has reserved
+    }
+  }
+  return bytes;
+}
+
+void Directory::scan(Scan& out) {
+  std::vector<std::string> names;
+  const Folder listing = folders_.again(folders_.root());
+  const int error = listing.fd() < 0 ? listing.fd() : io_->list(listing.fd(), [&](const char* name, unsigned char) {
+    const std::string_view text(name);
+    if (text.size() == kSpaceName && is_lower_hex(text)) names.emplace_back(text);
+    return true;
+  });
+  if (error < 0) out.whole = false;
+  for (const std::string& name : names) {
+    const auto bytes = from_hex(name);
+    Digest found;
+    std::copy(bytes->begin(), bytes->end(), found.begin());
+    scan_space(space(found), out);
+  }
+}
+
+/// Files that the index does not know enter it, least recently used first.
+void Directory::adopt(Scan& scan) {
+  // A clock that was wrong makes an odd order, nothing else.
+  std::sort(scan.files.begin(), scan.files.end(), [](const Scan::File& a, const Scan::File& b) {
+    return std::max(a.used, a.changed) < std::max(b.used, b.changed);
+  });
+  for (const Scan::File& file : scan.files) {
+    const auto parsed = parse_file_name(std::string_view(scan.names).substr(file.name, file.length));
+    insert({file.space, parsed->first, parsed->second}, file.pages * kPage, file.used, file.used > file.changed);
+  }
+  for (const PieceId& id : scan.damaged) let_go(id, Going::kDamaged);
+}
+
+/// Learns the files, and sums them up where that is this process's turn.
+void Directory::count_files(bool mine) {
+  try {
+    const std::unique_lock lock(files_);
+    Scan found;
+    scan(found);
+    if (mine) {
+      scan_flat(folders_.tmp(), true, found.whole);
+      const std::int64_t aside = scan_flat(folders_.quarantine(), false, found.whole);
+      quarantined_ = aside > 0;
+      found.whole ? ledger_->end_count(found.bytes + aside) : ledger_->cancel_count();
+      known_used_ = found.bytes + aside;
+      mine = false;
+    }
+    adopt(found);
+  } catch (...) {  // no memory
+    if (mine) ledger_->cancel_count();
+    throw;
+  }
+  if (ledger_) settle_all();
+}
+
+void Directory::keep_house() {
+  if (!ledger_) return;
+  settle_all();
+  if (const std::optional<Ledger::Account> account = ledger_->account()) known_used_ = account->used;
+  const Clock::time_point now = Clock::now();
+  if (now - counted_ < std::chrono::seconds(1)) return;
+  counted_ = now;
+  if (ledger_->begin_count() == Ledger::Count::kMine) count_files(true);
+}
+
+}  // namespace kvstride::store

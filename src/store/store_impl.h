@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+// The store's inside: requests over tiers. Its threads convert and check; tiers do their own I/O.
+#pragma once
+
+#include <unistd.h>
+
+#include <array>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "kvstride/store.h"
+#include "store/job.h"
+#include "store/tier.h"
+
+namespace kvstride::store {
+
+/// What the store counts beside its tiers: outcomes by verb, and why chunks were missed.
+enum class Tally : std::uint8_t {
+  kPutOk,  // … the outcomes in their order
+  kGetOk = kPutOk + 6,
+  kMissAbsent = kGetOk + 6,
+  kMissHeads,
+  kMissVanished,
+  kMissOther,
+  kMissSize,
+  kPromoted,
+  kUnreachable,
+  kNumTallies
+};
+constexpr std::array<const char*, 7> kTallyNames{"miss_absent",       "miss_heads",      "miss_vanished",
+                                                 "miss_other_planes", "miss_other_size", "promotions",
+                                                 "unreachable_prefix"};
+
+/// One piece that a get reads.
+struct Reading {
+  std::size_t tier;
+  PieceId id;
+  std::int64_t first_head = 0;  ///< of the model's: the part that is taken from this piece
+  std::int64_t num_heads = 0;
+  bool shared = false;  ///< the planes without heads are taken from it
+  bool whole = false;
+  BufferPtr into;
+  ReadResult result;
+};
+
+/// A get under way. One thread at a time has it; reads only touch their own Reading.
+struct Fetch {
+  std::shared_ptr<JobState> job;
+  std::size_t chunk = 0;
+  std::vector<Reading> readings;
+  std::atomic<std::size_t> left{0};
+  bool saw_damage = false;
+  bool saw_error = false;
+  bool saw_timeout = false;
+  bool saw_refusal = false;
+  bool everything = false;                             ///< read whole images: a header was not the expected one
+  std::vector<std::pair<std::size_t, Heads>> refused;  ///< pieces that failed before
+};
+
+/// A put under way.
+struct Stow {
+  std::shared_ptr<JobState> job;
+  std::size_t chunk = 0;
+  std::atomic<std::size_t> left{0};
+  std::atomic<bool> held{false};    ///< by some tier
+  std::atomic<bool> failed{false};  ///< in some tier
+  std::atomic<Outcome> worst{Outcome::kRefused};
+};
+
+/// How images of some heads look; no form: raw bytes.
+struct Shape {
+  std::optional<Form> form;
+  Frame frame;
+};
+
+/// Bytes from which on a chunk is written past the caches: more than a core's own cache holds.
+constexpr std::int64_t kStreamed = 1 << 20;
+
+struct Task {
+  std::shared_ptr<JobState> job;
+  std::size_t chunk = 0;
+  std::optional<Clock::time_point> starved;  ///< since when there is no memory for it
+};
+
+class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
+ public:
+  /// Throws Error(kArgument) where tiers or namespace cannot be used.
+  StoreImpl(std::vector<TierPtr> tiers, Namespace space, const StoreOptions& options);
+  void start();
+
+  Job transfer(const char* name, Verb verb, std::span<const Key> keys, const Cache& cache,
+               std::span<const std::int64_t> blocks, const RequestOptions& options);
+  Job transfer_bytes(const char* name, Verb verb, std::span<const Key> keys,
+                     std::vector<std::span<const std::byte>> from, std::vector<std::span<std::byte>> to,
+                     const RequestOptions& options);
+  /// What a reader of all, or of `heads`, needs.
+  Heads want(const std::optional<Range>& heads) const;
+  std::size_t lookup(std::span<const Key> keys, Heads heads, bool prefix, std::vector<std::uint8_t>& out);
+  StoreMetrics metrics() const;
+  bool flush(std::chrono::nanoseconds time);
+  void close();
+  void count(Tally tally, std::uint64_t by = 1) {
+    tallies_[static_cast<std::size_t>(tally)].fetch_add(by, std::memory_order_relaxed);
+  }
+
+  const std::vector<TierPtr> tiers_;
+  std::vector<std::uint32_t> numbers_;  ///< of the namespace, in each tier
+  const Namespace space_;
+  const StoreOptions options_;
+  const pid_t pid_ = getpid();
+
+ private:
+  enum class Begun { kYes, kLater, kStarved };
+
+  // Requests.
+  void check_process() const;
+  std::shared_ptr<JobState> job(Verb verb, std::span<const Key> keys, const RequestOptions& options) const;
+  Job submit(std::shared_ptr<JobState> job);
+
+  // The threads.
+  void work();
+  void watch();
+  Begun begin(const Task& task);
+  bool take(Task& out, Clock::time_point now);
+  void put_back(Task task, Begun begun);
+  void end(JobState& job, std::size_t chunk, Stage stage, Outcome outcome);
+  bool is_ready(const JobState& job);
+  void leave();
+
+  // Puts.
+  Begun begin_put(const Task& task);
+  void fill(const JobState& job, std::size_t chunk, const Shape& shape, std::byte* image);
+  void wrote(const std::shared_ptr<Stow>& stow, Outcome outcome);
+
+  // Gets.
+  Begun begin_get(const std::shared_ptr<Fetch>& fetch);
+  bool choose(Fetch& fetch);
+  void plan_reads(Fetch& fetch);
+  void arrived(const std::shared_ptr<Fetch>& fetch);
+  void finish_get(const std::shared_ptr<Fetch>& fetch);
+  void give_up(Fetch& fetch);
+  void deliver(Fetch& fetch, const std::vector<std::shared_ptr<const Shape>>& shapes);
+  void promote(Fetch& fetch);
+
+  std::shared_ptr<const Shape> shape_for(const JobState& job, std::size_t chunk, Heads heads);
+  std::shared_ptr<const Shape> shape_of(const Reading& reading, const Key& key);
+  std::shared_ptr<const Shape> shape_for_new(const JobState& job, std::size_t bytes, Heads heads) const;
+  BufferPtr buffer_for(std::int64_t bytes, std::size_t first_tier);
+  bool fits(std::int64_t bytes) const;
+
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::condition_variable watch_;
+  std::condition_variable idle_;
+  std::deque<Task> waiting_;                                // not started
+  std::deque<std::shared_ptr<Fetch>> ready_;                // read, to be checked; hold memory, so they go first
+  std::deque<std::pair<Clock::time_point, Task>> delayed_;  // their `after` said no
+  std::deque<Task> starved_;                                // no memory was free; the eldest is tried now and then
+  Clock::time_point starved_until_{};
+  std::multimap<Clock::time_point, std::weak_ptr<JobState>> jobs_;
+  std::size_t under_way_ = 0;  // puts and gets between begin and their last step
+  bool closed_ = false;
+  bool stop_ = false;
+  std::vector<std::thread> threads_;
+
+  std::mutex shapes_mutex_;
+  std::map<std::string, std::shared_ptr<const Shape>> shapes_;
+  std::array<std::atomic<std::uint64_t>, static_cast<std::size_t>(Tally::kNumTallies)> tallies_{};
+  Histogram put_seconds_;
+  Histogram get_seconds_;
+};
+
+}  // namespace kvstride::store

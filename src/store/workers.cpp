@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+// The store's threads, memory for images, and how images look.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "kvstride/error.h"
+#include "store/store_impl.h"
+
+namespace kvstride::store {
+
+void StoreImpl::end(JobState& job, std::size_t chunk, Stage stage, Outcome outcome) {
+  if (!job.claim(chunk, stage)) return;
+  // Counted first: who sees the job done sees it counted.
+  const bool put = is_put(job.verb);
+  const auto first = static_cast<std::size_t>(put ? Tally::kPutOk : Tally::kGetOk);
+  tallies_[first + static_cast<std::size_t>(outcome)].fetch_add(1, std::memory_order_relaxed);
+  (put ? put_seconds_ : get_seconds_).add(Clock::now() - job.start);
+  job.settle(chunk, outcome);
+}
+
+bool StoreImpl::is_ready(const JobState& job) {
+  if (!job.after) return true;
+  try {
+    return job.after();
+  } catch (...) {
+    return false;  // it must not throw; the deadline ends it
+  }
+}
+
+/// The next task: one that has been short of memory, now and then; else the eldest. The lock must be held.
+bool StoreImpl::take(Task& out, Clock::time_point now) {
+  if (!delayed_.empty() && delayed_.front().first <= now) {
+    waiting_.push_front(std::move(delayed_.front().second));
+    delayed_.pop_front();
+  }
+  std::deque<Task>* from = nullptr;
+  if (!starved_.empty() && starved_until_ <= now) {
+    from = &starved_;
+  } else if (!waiting_.empty()) {
+    from = &waiting_;
+  }
+  if (from == nullptr) return false;
+  out = std::move(from->front());
+  from->pop_front();
+  return true;
+}
+
+/// A task that could not begin. The lock must be held.
+void StoreImpl::put_back(Task task, Begun begun) {
+  constexpr auto kPause = std::chrono::microseconds(200);
+  constexpr auto kHopeless = std::chrono::milliseconds(250);
+  const Clock::time_point now = Clock::now();
+  // Everything that could give memory back may be pinned, for as long as its owner likes.
+  const bool hopeless = begun == Begun::kStarved && under_way_ == 1 && task.starved && now - *task.starved > kHopeless;
+  if (closed_ || hopeless) {
+    end(*task.job, task.chunk, Stage::kQueued, Outcome::kRefused);
+  } else if (begun == Begun::kLater) {
+    delayed_.emplace_back(now + kPause, std::move(task));
+  } else {
+    const bool again = task.starved.has_value();
+    if (!again) task.starved = now;
+    again ? starved_.push_front(std::move(task)) : starved_.push_back(std::move(task));
+    starved_until_ = now + kPause;
+  }
+}
+
+/// Threads check what has been read before they start anything new: that is what gives memory back.
+void StoreImpl::work() {
+  std::unique_lock lock(mutex_);
+  Task task;
+  while (true) {
+    const Clock::time_point now = Clock::now();
+    if (!ready_.empty()) {
+      const std::shared_ptr<Fetch> fetch = std::move(ready_.front());
+      ready_.pop_front();
+      lock.unlock();
+      finish_get(fetch);
+      lock.lock();
+    } else if (stop_) {
+      return;
+    } else if (take(task, now)) {
+      ++under_way_;
+      lock.unlock();
+      const Begun begun = begin(task);
+      lock.lock();
+      if (begun != Begun::kYes) {
+        put_back(std::move(task), begun);
+        if (--under_way_ == 0) idle_.notify_all();
+      }
+      task = {};
+    } else if (!starved_.empty() || !delayed_.empty()) {
+      Clock::time_point until = Clock::time_point::max();
+      if (!starved_.empty()) until = starved_until_;
+      if (!delayed_.empty()) until = std::min(until, delayed_.front().first);
+      work_.wait_until(lock, until);
+    } else {
+      work_.wait(lock);
+    }
+  }
+}
+
+/// Ends what is past its deadline.
+void StoreImpl::watch() {
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    if (jobs_.empty()) {
+      watch_.wait(lock);
+      continue;
+    }
+    if (jobs_.begin()->first > Clock::now()) {
+      watch_.wait_until(lock, jobs_.begin()->first);
+      continue;
+    }
+    const std::shared_ptr<JobState> job = jobs_.begin()->second.lock();
+    jobs_.erase(jobs_.begin());
+    if (!job) continue;
+    lock.unlock();
+    for (std::size_t i = 0; i < job->keys.size(); ++i) {
+      end(*job, i, Stage::kQueued, Outcome::kTimeout);
+      end(*job, i, Stage::kWaiting, Outcome::kTimeout);
+    }
+    lock.lock();
+    // What moves memory at this moment is looked at again.
+    if (job->left.load() > 0) jobs_.insert({Clock::now() + std::chrono::milliseconds(5), job});
+  }
+}
+
+StoreImpl::Begun StoreImpl::begin(const Task& task) {
+  JobState& job = *task.job;
+  if (job.cancelled) end(job, task.chunk, Stage::kQueued, Outcome::kRefused);
+  if (job.stages[task.chunk].load() == Stage::kDone) {
+    leave();
+    return Begun::kYes;
+  }
+  if (!is_ready(job)) return Begun::kLater;
+  try {
+    if (is_put(job.verb)) return begin_put(task);
+    auto fetch = std::make_shared<Fetch>();
+    fetch->job = task.job;
+    fetch->chunk = task.chunk;
+    return begin_get(fetch);
+  } catch (...) {  // no memory
+    end(job, task.chunk, Stage::kQueued, Outcome::kRefused);
+    end(job, task.chunk, Stage::kWaiting, Outcome::kRefused);
+    leave();
+    return Begun::kYes;
+  }
+}
+
+void StoreImpl::leave() {
+  const std::lock_guard lock(mutex_);
+  if (--under_way_ == 0) idle_.notify_all();
+}
+
+/// Memory for an image: of a tier that can keep it, else of one that is fast with it.
+BufferPtr StoreImpl::buffer_for(std::int64_t bytes, std::size_t first_tier) {
+  for (std::size_t i = first_tier; i < tiers_.size(); ++i) {
+    if (BufferPtr out = tiers_[i]->buffer(bytes)) return out;
+  }
+  return nullptr;
+}
+
+bool StoreImpl::fits(std::int64_t bytes) const {
+  return std::any_of(tiers_.begin(), tiers_.end(), [&](const TierPtr& tier) { return bytes <= tier->largest(); });
+}
+
+/// The shape of what a put writes, or of what a get expects of a piece with these heads.
+std::shared_ptr<const Shape> StoreImpl::shape_for(const JobState& job, std::size_t chunk, Heads heads) {
+  std::string name;
+  const bool raw = !job.cache;
+  const std::size_t bytes = job.verb == Verb::kPutBytes ? job.from[chunk].size() : raw ? job.to[chunk].size() : 0;
+  if (raw) {
+    name = fmt::format("raw {}", bytes);
+  } else {
+    name = fmt::format("{} {}", heads.first, heads.count);
+    for (const Plane& plane : job.cache->layout().planes()) name += plane.has_head ? " h" : " -";
+  }
+  const std::lock_guard lock(shapes_mutex_);
+  std::shared_ptr<const Shape>& out = shapes_[name];
+  if (out) return out;
+  if (shapes_.size() > 1024) {  // raw bytes of ever other sizes
+    shapes_.clear();
+    return shape_for_new(job, bytes, heads);
+  }
+  out = shape_for_new(job, bytes, heads);
+  return out;
+}
+
+std::shared_ptr<const Shape> StoreImpl::shape_for_new(const JobState& job, std::size_t bytes, Heads heads) const {
+  if (!job.cache) {
+    return std::make_shared<Shape>(Shape{{}, Frame(space_, Content{"", {}, static_cast<std::int64_t>(bytes), 0})});
+  }
+  Form form = stored_form(space_, job.cache->layout(), heads);
+  Frame frame(space_, form.content);
+  return std::make_shared<Shape>(Shape{std::move(form), std::move(frame)});
+}
+
+}  // namespace kvstride::store
