@@ -438,18 +438,23 @@ TEST(Index, BatchesSayWhatSingleCallsSay) {
   Index index(Policy::kS3Fifo);
   std::vector<Key> keys;
   for (std::uint32_t i = 0; i < 100; ++i) keys.push_back(long_key(i));
-  auto out = std::make_unique<bool[]>(100);
-  EXPECT_EQ(index.prefix(0, keys), 0U);
+  std::vector<std::uint8_t> out(100);
+  EXPECT_EQ(index.covered(0, keys, {}, true, out), 0U);
   for (const std::size_t absent : {100U, 99U, 50U, 17U, 16U, 15U, 1U, 0U}) {
     Index some(Policy::kLru);
     for (std::uint32_t i = 0; i < 100; ++i) {
+      // One piece of all heads, or two that have them together, which is not what is asked.
       if (i != absent) some.insert({7, keys[i], {0, 4}}, {i, 1});
+      if (i == absent) some.insert({7, keys[i], {0, 2}}, {i, 1});
+      if (i == absent) some.insert({7, keys[i], {2, 2}}, {i, 1});
     }
-    EXPECT_EQ(some.prefix(7, keys), absent);
-    EXPECT_EQ(some.prefix(8, keys), 0U);
-    some.contains(7, keys, {out.get(), 100});
-    for (std::size_t i = 0; i < 100; ++i) EXPECT_EQ(out[i], i != absent);
-    EXPECT_EQ(some.prefix(7, {}), 0U);
+    EXPECT_EQ(some.covered(7, keys, {1, 3}, true, out), absent);
+    EXPECT_EQ(some.covered(7, keys, {0, 5}, true, out), 0U);
+    EXPECT_EQ(some.covered(8, keys, {0, 4}, true, out), 0U);
+    EXPECT_EQ(some.covered(7, keys, {2, 2}, false, out), 100U);
+    EXPECT_EQ(some.covered(7, keys, {1, 2}, false, out), absent);
+    for (std::size_t i = 0; i < 100; ++i) EXPECT_EQ(out[i] != 0, i != absent);
+    EXPECT_EQ(some.covered(7, {}, {0, 4}, true, out), 0U);
   }
 }
 

@@ -90,7 +90,7 @@ void Directory::pieces(std::uint32_t space, const Key& key, std::vector<Piece>& 
 std::size_t Directory::covered(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix,
                                std::span<std::uint8_t> out) const {
   const std::lock_guard lock(mutex_);
-  return store::covered(index_, space, keys, heads, prefix, out);
+  return index_.covered(space, keys, heads, prefix, out);
 }
 
 bool Directory::holds(const PieceId& id) const {

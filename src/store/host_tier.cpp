@@ -78,7 +78,7 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
   std::size_t covered(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix,
                       std::span<std::uint8_t> out) override {
     const std::lock_guard lock(mutex_);
-    return store::covered(index_, space, keys, heads, prefix, out);
+    return index_.covered(space, keys, heads, prefix, out);
   }
 
   bool probe(std::uint32_t, std::span<const Key>, Heads, bool) override { return false; }

@@ -108,9 +108,10 @@ class Index::Impl {
     return search(tag, space, key, [](Slot) { return true; });
   }
 
-  /// Calls use(i, whether key i is held) until it says false. Memory that several keys need is fetched at once.
+  /// Calls use(i, whether one piece of key i has the heads) until it says false. Memory that several keys need is
+  /// fetched at once.
   template <typename Use>
-  void for_each_of(std::uint32_t space, std::span<const Key> keys, Use use) const {
+  void for_each_of(std::uint32_t space, std::span<const Key> keys, Heads heads, Use use) const {
     std::array<std::uint32_t, kGroup> tags;
     for (std::size_t from = 0; from < keys.size(); from += kGroup) {
       const auto group = keys.subspan(from, std::min(kGroup, keys.size() - from));
@@ -123,7 +124,8 @@ class Index::Impl {
         if (slot != kNoSlot) __builtin_prefetch(&entries_[slot]);
       }
       for (std::size_t i = 0; i < group.size(); ++i) {
-        if (!use(from + i, first(tags[i], space, group[i]) != kNoSlot)) return;
+        const Slot slot = search(tags[i], space, group[i], [&](Slot at) { return covers(entries_[at].heads, heads); });
+        if (!use(from + i, slot != kNoSlot)) return;
       }
     }
   }
@@ -303,19 +305,15 @@ void Index::find(std::uint32_t space, const Key& key, std::vector<Slot>& out) co
 bool Index::contains(std::uint32_t space, const Key& key) const {
   return impl_->first(tag_of(hash_of(space, key)), space, key) != kNoSlot;
 }
-void Index::contains(std::uint32_t space, std::span<const Key> keys, std::span<bool> out) const {
-  impl_->for_each_of(space, keys, [&](std::size_t i, bool held) {
-    out[i] = held;
-    return true;
+std::size_t Index::covered(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix,
+                           std::span<std::uint8_t> out) const {
+  std::size_t leading = 0;
+  impl_->for_each_of(space, keys, heads, [&](std::size_t i, bool held) {
+    out[i] = held ? 1 : 0;
+    leading += held && leading == i ? 1 : 0;
+    return held || !prefix;
   });
-}
-std::size_t Index::prefix(std::uint32_t space, std::span<const Key> keys) const {
-  std::size_t length = 0;
-  impl_->for_each_of(space, keys, [&](std::size_t, bool held) {
-    length += held ? 1 : 0;
-    return held;
-  });
-  return length;
+  return leading;
 }
 Slot Index::find(const PieceId& id) const {
   return impl_->search(tag_of(hash_of(id.space, id.key)), id.space, id.key,

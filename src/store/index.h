@@ -22,6 +22,11 @@ struct Heads {
   bool operator==(const Heads&) const = default;
 };
 
+/// Whether a piece with `have` has all of `want`. A piece without heads is all there is of its chunk.
+constexpr bool covers(Heads have, Heads want) {
+  return have.count == 0 || (have.first <= want.first && want.first + want.count <= have.first + have.count);
+}
+
 /// What names a piece. `space` is the tier's number of a namespace.
 struct PieceId {
   std::uint32_t space = 0;
@@ -66,10 +71,10 @@ class Index {
   /// All pieces of a key, in no order, appended to `out`.
   void find(std::uint32_t space, const Key& key, std::vector<Slot>& out) const;
   bool contains(std::uint32_t space, const Key& key) const;
-  /// contains() of each key into `out`, which is as long; fetches the memory of several keys at once.
-  void contains(std::uint32_t space, std::span<const Key> keys, std::span<bool> out) const;
-  /// The number of keys before the first one that is not contained.
-  std::size_t prefix(std::uint32_t space, std::span<const Key> keys) const;
+  /// For each key whether one piece has all of `heads`; with `prefix` up to the first that has none (what follows in
+  /// `out` is left as it is). Returns the number of leading keys that have. Fetches the memory of several keys at once.
+  std::size_t covered(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix,
+                      std::span<std::uint8_t> out) const;
   Slot find(const PieceId& id) const;
   /// Inserts as newest; `used`: it was hit before (a restart), so it belongs into the main queue. The id must be new.
   Slot insert(const PieceId& id, Held held, bool used = false);

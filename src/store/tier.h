@@ -108,13 +108,4 @@ class Tier {
   virtual TierMetrics metrics() const = 0;
 };
 
-/// Whether a piece with `have` has all of `want`. A piece without heads is all there is of its chunk.
-constexpr bool covers(Heads have, Heads want) {
-  return have.count == 0 || (have.first <= want.first && want.first + want.count <= have.first + have.count);
-}
-
-/// Tier::covered() on an index.
-std::size_t covered(const Index& index, std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix,
-                    std::span<std::uint8_t> out);
-
 }  // namespace kvstride::store
