@@ -84,13 +84,15 @@ $(ENGINE)/.kvstride: dist/.wheel $(ENGINE)/.vllm-$(VLLM_RELEASE)
 
 # --- Tests ----------------------------------------------------------------------------------------------------------
 
-.PHONY: check ctest test test-pythons test-long asan tsan fuzz
+.PHONY: check ctest quick test test-pythons test-long asan tsan fuzz
 ctest: $(DEV)/.tools
 	@cmake --preset release -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }
 	cmake --build --preset release
 	ctest --preset release
 
-check: ctest $(DEV)/.kvstride ## The everyday loop: build what changed, C++ tests, quick Python tests
+check: ctest quick ## The everyday loop: build what changed, C++ tests, quick Python tests
+
+quick: $(DEV)/.kvstride ## The Python tests that need neither torch nor vLLM
 	@$(DEV)/bin/python -m pytest -q -n auto $(QUICK_TESTS)
 
 test: ctest $(ENGINE)/.kvstride ## All tests, those on an installed vLLM included

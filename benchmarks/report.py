@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the benchmarks, C++ and Python, and says where kvstride stands.
 
-    python benchmarks/report.py [--filter REGEX] [--passes 3] [--min-time 0.05] [--no-peers] [--record] [--strict]
+    python benchmarks/report.py [--filter REGEX] [--passes 3] [--min-time 0.05] [--no-peers] [--no-store] [--record]
+                                [--strict]
 
-Prints one table (work, threads, GB/s, the best copy's or the peer's GB/s, ratio, target, met or not), and what fell by
-more than the tolerance since docs/performance.json was recorded. Leaves report.json and report.svg in build/bench;
---record writes docs/performance.json, docs/img/performance.svg and the tables of docs/performance.md instead.
+Prints a table for block verbs, peers and the store (work, threads, ours, the best copy's or the other's, ratio, target,
+met or not), and what fell by more than the tolerance since docs/performance.json was recorded. Leaves report.json,
+report.svg and store.svg in build/bench; --record writes docs/performance.json, docs/img/performance.svg,
+docs/img/store.svg and the tables of docs/performance.md instead.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import tables
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "bench"
 RECORD = ROOT / "docs" / "performance.json"
-CHART = ROOT / "docs" / "img" / "performance.svg"
+CHARTS = ROOT / "docs" / "img"
 PAGE = ROOT / "docs" / "performance.md"
 FIELDS = ("GBps", "best_GBps", "memcpy_GBps", "traffic_GBps", "ratio", "target", "speedup_target", "ns_per_pair")
 
@@ -68,6 +70,18 @@ def run_peers(wanted: str, rounds: int) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
+def run_store(args: argparse.Namespace) -> dict[str, Any]:
+    """benchmarks/store's records: it makes its own rounds, through which the disk's good and bad minutes go, too."""
+    if importlib.util.find_spec("kvstride") is None:
+        return {"store": [], "absent": ["kvstride's Python package: the store was not measured"]}
+    out = BUILD / "store.json"
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "store"), "--json", str(out)]
+    command += ["--disk", str(BUILD / "benchmarks" / "kvstride_disk_bench"), "--dir", str(args.dir)]
+    command += ["--rounds", str(args.store_rounds), "--chunks", str(args.chunks), "--filter", args.filter]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return json.loads(out.read_text())
+
+
 def combine(passes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The medians over passes of each record's numbers, and `spread`: how far apart its ratios were.
 
@@ -91,14 +105,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         one = run_cpp(args.bench, args.filter, args.min_time)
         passes.append(one | ({"peers": [], "absent": []} if args.no_peers else run_peers(args.filter, args.rounds)))
     merged = {part: combine([one[part] for one in passes]) for part in ("roofline", "works", "peers")}
+    print("store", file=sys.stderr)
+    store = {"store": [], "absent": []} if args.no_store else run_store(args)
+    absent = list(dict.fromkeys(passes[0]["absent"] + store["absent"]))
     given = f' BENCH_ARGS="{os.environ["BENCH_ARGS"]}"' if os.environ.get("BENCH_ARGS") else ""
     about = {"date": datetime.date.today().isoformat(), "command": "make bench" + given, "passes": args.passes}
-    return about | passes[0] | merged
+    return about | passes[0] | merged | {"store": store["store"], "absent": absent}
 
 
 def key_of(record: dict[str, Any]) -> tuple[Any, ...]:
     """What a record is of."""
-    return record["name"], record["threads"], record.get("peer")
+    return record["name"], record["threads"], record.get("peer", record.get("against"))
 
 
 def judge(result: dict[str, Any]) -> None:
@@ -115,6 +132,11 @@ def judge(result: dict[str, Any]) -> None:
             record["met"] = record["speedup"] >= record["speedup_target"]
         if "target_us" in record:
             record["met"] = record["overhead_us"] <= record["target_us"]
+    for record in result["store"]:
+        if "target" in record:
+            record["met"] = record["ratio"] >= record["target"]
+        if "limit" in record:
+            record["met"] = record["ours"] <= record["limit"]
 
 
 def fallen(result: dict[str, Any], tolerance: float) -> list[str]:
@@ -122,11 +144,12 @@ def fallen(result: dict[str, Any], tolerance: float) -> list[str]:
     if not RECORD.exists():
         return []
     recorded = json.loads(RECORD.read_text())
-    before = {key_of(r): r["ratio"] for r in recorded["works"] + recorded["peers"] if "ratio" in r}
+    parts = ("works", "peers", "store")
+    before = {key_of(r): r["ratio"] for part in parts for r in recorded.get(part, ()) if "ratio" in r}
     out = []
     if recorded["cpu"] != result["cpu"]:
         out.append(f"(the record is of another CPU: {recorded['cpu']})")
-    for record in result["works"] + result["peers"]:
+    for record in (record for part in parts for record in result[part]):
         was = before.get(key_of(record))
         if was and record.get("ratio", was) < was * (1 - tolerance):
             work = " ".join(str(part) for part in key_of(record) if part is not None)
@@ -140,11 +163,18 @@ def text_of(result: dict[str, Any]) -> str:
     return json.dumps(rounded, indent=1) + "\n"
 
 
+def draw_charts(result: dict[str, Any], works: Path) -> None:
+    """The chart of the works, and beside it store.svg."""
+    works.parent.mkdir(exist_ok=True)
+    works.write_text(chart.draw(result))
+    if result["store"]:
+        (works.parent / "store.svg").write_text(chart.draw_store(result))
+
+
 def record_page(result: dict[str, Any]) -> None:
     """Rewrites docs: the JSON, the chart, and what lies between each pair of markers of the page."""
     RECORD.write_text(text_of(result))
-    CHART.parent.mkdir(exist_ok=True)
-    CHART.write_text(chart.draw(result))
+    draw_charts(result, CHARTS / "performance.svg")
     page = PAGE.read_text()
     for name, text in tables.markdown(result).items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
@@ -163,11 +193,15 @@ def main() -> int:
     parser.add_argument("--min-time", type=float, default=0.05, help="seconds of a work's own time in a pass")
     parser.add_argument("--rounds", type=int, default=7, help="rounds beside a peer in a pass")
     parser.add_argument("--no-peers", action="store_true", help="only the C++ benchmarks")
+    parser.add_argument("--no-store", action="store_true", help="without the store")
+    parser.add_argument("--store-rounds", type=int, default=5, help="rounds of the store beside others")
+    parser.add_argument("--chunks", type=int, default=1_000_000, help="of the directory that the store opens")
+    parser.add_argument("--dir", type=Path, default=BUILD, help="on the disk that the store is measured on; 8 GiB")
     parser.add_argument("--tolerance", type=float, default=0.15, help="by how much a ratio may fall")
     parser.add_argument("--record", action="store_true", help="write docs/performance.*")
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a ratio fell")
     args = parser.parse_args()
-    if args.record and (args.filter or args.no_peers):
+    if args.record and (args.filter or args.no_peers or args.no_store):
         parser.error("--record needs every work")
     BUILD.mkdir(parents=True, exist_ok=True)
     result = measure(args)
@@ -180,7 +214,7 @@ def main() -> int:
         record_page(result)
     else:
         (BUILD / "report.json").write_text(text_of(result))
-        (BUILD / "report.svg").write_text(chart.draw(result))
+        draw_charts(result, BUILD / "report.svg")
     return 1 if args.strict and fell else 0
 
 

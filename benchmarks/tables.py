@@ -8,6 +8,7 @@ from typing import Any
 
 Record = dict[str, Any]
 HEAD = ("work", "threads", "GB/s", "best copy", "ratio", "target", "")
+STORE_HEAD = ("work", "threads", "kvstride", "beside", "its", "ratio", "target", "")
 PEER_HEAD = ("work", "threads", "GB/s", "peer", "its GB/s", "ratio", "target", "")
 
 
@@ -43,6 +44,19 @@ def _peer(record: Record) -> tuple[str, ...]:
         return (*first, *call, *over, _verdict(record))
     rates = (f"{record['GBps']:.2f}", record["peer"], f"{record['peer_GBps']:.2f}")
     return (*first, *rates, _ratio(record), _target(record), _verdict(record))
+
+
+def _amount(value: float, unit: str) -> str:
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.2f} {unit}"
+
+
+def _store(record: Record) -> tuple[str, ...]:
+    unit = record["unit"]
+    theirs = _amount(record["theirs"], unit) if "theirs" in record else ""
+    ratio = f"{record['ratio']:.2f}" if "ratio" in record else ""
+    target = f"≤ {record['limit']:g} {unit}" if "limit" in record else _target(record)
+    first = (record["name"], str(record["threads"]), _amount(record["ours"], unit))
+    return (*first, record.get("against", ""), theirs, ratio, target, _verdict(record))
 
 
 def _split(result: Record) -> tuple[list[Record], list[Record]]:
@@ -98,11 +112,13 @@ def _markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def text(result: Record) -> str:
     """Everything, for a terminal."""
-    judged = [r for r in result["works"] + result["peers"] if "met" in r]
+    judged = [r for r in result["works"] + result["peers"] + result["store"] if "met" in r]
     missed = sum(not r["met"] for r in judged)
     parts = [_plain(HEAD, [_work(r) for r in result["works"]])]
     if result["peers"]:
         parts.append(_plain(PEER_HEAD, [_peer(r) for r in result["peers"]]))
+    if result["store"]:
+        parts.append(_plain(STORE_HEAD, [_store(r) for r in result["store"]]))
     parts += ["\n".join(roofline(result) + spread(result)), "\n".join(f"absent: {line}" for line in result["absent"])]
     parts.append(f"{len(judged) - missed} targets met, {missed} missed")
     return "\n\n".join(part for part in parts if part)
@@ -117,5 +133,6 @@ def markdown(result: Record) -> dict[str, str]:
         "machine": how + "".join(f"\n{line}\n" for line in roofline(result) + spread(result)),
         "works": _markdown(HEAD, [_work(r) for r in asked]),
         "sweeps": _markdown(HEAD, [_work(r) for r in rest]),
+        "store": _markdown(STORE_HEAD, [_store(r) for r in result["store"]]),
         "peers": _markdown(PEER_HEAD, [_peer(r) for r in result["peers"]]) + absent,
     }

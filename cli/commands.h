@@ -9,7 +9,14 @@
 namespace kvstride::cli {
 
 /// Exit codes of every command.
-enum ExitCode : int { kDone = 0, kBadInput = 2, kAmbiguousShape = 3, kUnknownShape = 4 };
+enum ExitCode : int {
+  kDone = 0,
+  kBadInput = 2,
+  kAmbiguousShape = 3,
+  kUnknownShape = 4,
+  kDamaged = 5,
+  kInterrupted = 130
+};
 
 /// What a command leaves behind. Errors of the input are thrown as kvstride::Error instead.
 struct Outcome {

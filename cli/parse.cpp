@@ -52,6 +52,19 @@ std::vector<std::pair<std::string, std::string_view>> parse_assignments(std::str
   return out;
 }
 
+/// A number from 0 on with one of these units behind it.
+std::int64_t parse_with_unit(std::string_view text, std::string_view option, const char* what,
+                             std::initializer_list<std::pair<std::string_view, std::int64_t>> units) {
+  const std::size_t digits = std::min(text.find_first_not_of("0123456789"), text.size());
+  for (const auto& [unit, factor] : units) {
+    if (digits == 0 || text.substr(digits) != unit) continue;
+    std::int64_t out = parse_integer(text.substr(0, digits), option);
+    if (__builtin_mul_overflow(out, factor, &out)) fail(option, fmt::format("{} does not fit 64 bits", text));
+    return out;
+  }
+  fail(option, fmt::format("'{}' is not {}", text, what));
+}
+
 std::optional<Axis> axis_called(std::string_view name) {
   for (int a = 0; a < kNumAxes; ++a) {
     const auto axis = static_cast<Axis>(a);
@@ -95,6 +108,34 @@ std::int64_t parse_integer(std::string_view text, std::string_view option) {
   if (error != std::errc() || end != text.data() + text.size())
     fail(option, fmt::format("'{}' is not an integer", text));
   return value;
+}
+
+std::int64_t parse_bytes(std::string_view text, std::string_view option) {
+  return parse_with_unit(text, option, "a size such as 500, 64K, 10G or 5GB",
+                         {{"", 1},
+                          {"B", 1},
+                          {"K", std::int64_t{1} << 10},
+                          {"M", std::int64_t{1} << 20},
+                          {"G", std::int64_t{1} << 30},
+                          {"T", std::int64_t{1} << 40},
+                          {"KiB", std::int64_t{1} << 10},
+                          {"MiB", std::int64_t{1} << 20},
+                          {"GiB", std::int64_t{1} << 30},
+                          {"TiB", std::int64_t{1} << 40},
+                          {"kB", 1000},
+                          {"MB", 1'000'000},
+                          {"GB", 1'000'000'000},
+                          {"TB", 1'000'000'000'000}});
+}
+
+std::int64_t parse_duration(std::string_view text, std::string_view option) {
+  constexpr std::int64_t kSecond = 1'000'000'000;
+  return parse_with_unit(text, option, "a duration such as 30s, 10m, 2h or 7d",
+                         {{"s", kSecond},
+                          {"m", 60 * kSecond},
+                          {"h", 3600 * kSecond},
+                          {"d", 86'400 * kSecond},
+                          {"w", 7 * 86'400 * kSecond}});
 }
 
 std::vector<std::int64_t> parse_integers(std::string_view text, std::string_view option) {

@@ -15,6 +15,10 @@ namespace kvstride::cli {
 
 /// A decimal int64, nothing before or after it.
 std::int64_t parse_integer(std::string_view text, std::string_view option);
+/// `500`, `64K`, `10G`, `2TiB` (of 1024), `5kB`, `3GB` (of 1000).
+std::int64_t parse_bytes(std::string_view text, std::string_view option);
+/// `30s`, `10m`, `2h`, `7d`, `2w`, in nanoseconds.
+std::int64_t parse_duration(std::string_view text, std::string_view option);
 /// `7,2,16`.
 std::vector<std::int64_t> parse_integers(std::string_view text, std::string_view option);
 /// `0:3,4:1`.

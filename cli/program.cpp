@@ -6,17 +6,19 @@
 #include "commands.h"
 #include "kvstride/error.h"
 #include "kvstride/version.h"
+#include "store.h"
 
 namespace kvstride::cli {
 namespace {
 
 constexpr const char* kAbout =
     "Layouts of paged KV caches: list them, describe them, find an element's byte, detect them from a shape, and "
-    "plan copies between them.";
+    "plan copies between them. And stores of KV chunks: list, check and clean their directories.";
 constexpr const char* kFooter =
     "ORDER is the name of a known layout (kvstride layouts) or layout text such as \"B KV N H D\".\n"
     "Axes: L layer, B block, N token in a block, H KV head, D dim.\n"
-    "Exit codes: 0 done, 2 bad usage or bad input (one line on stderr), 3 ambiguous, 4 unknown.";
+    "Exit codes: 0 done, 2 bad usage or bad input (one line on stderr), 3 ambiguous, 4 unknown, 5 damage found,\n"
+    "130 interrupted.";
 constexpr const char* kGeometryHelp = "Sizes: L=2,B=8,N=16,H=4,D=64[,Dv=..][,k=..]; L is 1 where not given";
 
 using Run = Outcome (*)(const Options&);
@@ -72,6 +74,7 @@ void add_plan(CLI::App& command, Options& options) {
 
 Outcome run_program(int argc, const char* const* argv) {
   Options options;
+  StoreArguments store;
   Outcome outcome;
   CLI::App app(kAbout, "kvstride");
   app.footer(kFooter);
@@ -97,6 +100,7 @@ Outcome run_program(int argc, const char* const* argv) {
   add_plan(*add_command(app, "plan", "Copies that bring blocks from one layout to another", options, outcome, run_plan),
            options);
   add_command(app, "info", "Version, CPU and what was built in", options, outcome, run_info);
+  add_store(app, store, outcome);
 
   try {
     app.parse(argc, argv);
@@ -110,7 +114,7 @@ Outcome run_program(int argc, const char* const* argv) {
   }
   if (app.get_subcommands().empty()) {
     throw Error(ErrorCode::kArgument,
-                "give a command: layouts, describe, offset, detect, plan or info (see kvstride --help)");
+                "give a command: layouts, describe, offset, detect, plan, info or store (see kvstride --help)");
   }
   return outcome;
 }

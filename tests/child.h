@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <cstddef>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
@@ -43,6 +44,7 @@ class Directory {
 
 /// Starts a child that runs `work` and ends with its answer.
 inline pid_t start_child(const std::function<int()>& work) {
+  std::fflush(nullptr);  // or the child might print it, too
   const pid_t child = ::fork();
   if (child == 0) ::_exit(work());
   return child;

@@ -40,6 +40,9 @@ class ForwardIo : public store::Io {
   int rename_new(int from_at, const char* from, int to_at, const char* to) override {
     return below_->rename_new(from_at, from, to_at, to);
   }
+  int exchange(int from_at, const char* from, int to_at, const char* to) override {
+    return below_->exchange(from_at, from, to_at, to);
+  }
   int set_times(int at, const char* name, std::optional<std::int64_t> used,
                 std::optional<std::int64_t> changed) override {
     return below_->set_times(at, name, used, changed);
@@ -151,7 +154,9 @@ class FaultIo final : public ForwardIo {
       case Fault::kFail: return -rule->error;
       case Fault::kShort: return part();
       case Fault::kZero: return 0;
-      case Fault::kDone: real(); return -rule->error;
+      case Fault::kDone:
+        if (call != kOpen) real();  // its descriptor would be lost
+        return -rule->error;
       case Fault::kTear: part(); [[fallthrough]];
       case Fault::kKill: ::kill(::getpid(), SIGKILL); ::pause(); return -EIO;
       case Fault::kHang:
@@ -233,6 +238,9 @@ class FaultIo final : public ForwardIo {
   }
   int rename_new(int from_at, const char* from, int to_at, const char* to) override {
     return around(kRename, target_of(from), [&] { return ForwardIo::rename_new(from_at, from, to_at, to); });
+  }
+  int exchange(int from_at, const char* from, int to_at, const char* to) override {
+    return around(kRename, target_of(from), [&] { return ForwardIo::exchange(from_at, from, to_at, to); });
   }
   int set_times(int at, const char* name, std::optional<std::int64_t> used,
                 std::optional<std::int64_t> changed) override {

@@ -402,8 +402,8 @@ TEST_P(TransfersTest, ShortReadsAndErrorsComeBackAsTheyAre) {
   const int read_only = io->open(dir.fd(), "file", O_RDONLY, 0);
   EXPECT_EQ(run(*transfers, writing(read_only, data, kPage, 0)), -EBADF);
   io->close(read_only);
-  if (direct) {
-    EXPECT_EQ(run(*transfers, reading(fd, data, 100, 1)), -EINVAL);
+  if (const auto odd = run(*transfers, reading(fd, data, 100, 1)); odd != 100) {
+    EXPECT_TRUE(direct && odd == -EINVAL) << odd;
   }
   // Not one registered range: the end of it and beyond, another one, and one that is in none.
   Pages none(1);

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
@@ -11,6 +12,7 @@
 #include <array>
 #include <atomic>
 #include <csignal>
+#include <cstring>
 #include <new>
 #include <random>
 #include <thread>
@@ -343,6 +345,61 @@ TEST_F(CountTest, WhatIsReportedDuringACountMayBeMissingInTheSum) {
   EXPECT_EQ(used(), 2450);
 }
 
+TEST_F(CountTest, TheCounterIsNoExceptionForWhatItReportsItself) {
+  b.reset();  // alone, it does not even wait
+  ASSERT_EQ(a->reserve(700), Room::kTaken);
+  const std::uint64_t mark = a->mark();
+  ASSERT_EQ(a->begin_count(true), Count::kMine);
+  a->commit(700, 500);
+  a->release(300, mark);
+  a->end_count(1000);
+  a->release(300, mark);
+  EXPECT_EQ(settled({a.get()}).used, 1500);
+}
+
+TEST_F(CountTest, RoomInHandIsNotTakenMeanwhile) {
+  ASSERT_EQ(b->reserve(1), Room::kTaken);
+  ASSERT_EQ(a->begin_count(true), Count::kMine);
+  EXPECT_EQ(b->reserve(1), Room::kBusy);
+  a->end_count(1000);
+  EXPECT_EQ(b->reserve(1), Room::kTaken);
+}
+
+TEST_F(CountTest, RoomOfFilesThatTheSumLacksIsNotTakenTwice) {
+  while (b->account()->reserved < 10'000 - 1000) ASSERT_EQ(b->reserve(1), Room::kTaken);
+  const std::int64_t reserved = b->account()->reserved;
+  b->release(300, b->mark());
+  ASSERT_EQ(a->begin_count(true), Count::kMine);
+  a->end_count(700);
+  ASSERT_EQ(a->reserve(10'000 - 700 - reserved), Room::kTaken);
+  EXPECT_EQ(b->reserve(1), Room::kFull);
+  EXPECT_EQ(used(), 700);
+}
+
+TEST_F(CountTest, WhatCannotBeWrittenIsKept) {
+  ::signal(SIGXFSZ, SIG_IGN);
+  rlimit limit{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &limit), 0);
+  rlimit none = limit;
+  none.rlim_cur = 0;
+  const std::uint64_t mark = b->mark();
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &none), 0);  // nothing may be printed, either, where that goes to a file
+  b->commit(500, 400);
+  b->release(300, mark);
+  const bool flushed = b->flush();
+  const Room room = b->reserve(5000);
+  const Count count = a->begin_count(true);
+  const std::string error = error_of([&] { open_ledger(dir, 1000); });
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
+  EXPECT_FALSE(flushed);
+  EXPECT_EQ(room, Room::kBusy);
+  EXPECT_EQ(count, Count::kOther);
+  EXPECT_EQ(error, "ledger: write: no room, or an input/output error");
+  EXPECT_EQ(used(), 1100);
+  EXPECT_EQ(a->live_tokens().size(), 2U);
+  EXPECT_EQ(b->reserve(10'000 - 1100 - 1500), Room::kTaken);
+}
+
 TEST_F(CountTest, WhatIsReportedLateIsCountedExactlyWhereNobodyCounted) {
   std::this_thread::sleep_for(kUnsure);
   b->commit(1000, 700);
@@ -471,6 +528,8 @@ TEST(Ledger, ADamagedRecordMeansUnknown) {
   std::mt19937_64 random(5);
   ASSERT_EQ(a->reserve(3000), Room::kTaken);
   for (int round = 0; round < 6; ++round) {
+    ASSERT_EQ(a->reserve(1000), Room::kTaken);
+    a->commit(1000, 500);
     const int fd = ::openat(dir.fd(), "ledger", O_RDWR | O_CLOEXEC);
     const auto at = static_cast<off_t>(random() % sizeof(LedgerRecord));
     unsigned char byte = 0;
@@ -615,7 +674,7 @@ TEST(Ledger, AForkedChildLeavesTheAccountAlone) {
               ledger->release(100);
               ledger->end_count(0);
               if (ledger->account() || ledger->missing(5000) != 0 || ledger->flush() || ledger->mark() != 0) return 2;
-              if (!ledger->live_tokens().empty()) return 3;
+              if (!ledger->live_tokens().empty() || !ledger->lost()) return 3;
               ledger.reset();
               const auto own = open_ledger(dir, 1000);
               return own->live_tokens().size() == 2 && own->reserve(400) == Room::kTaken ? 0 : 4;

@@ -95,6 +95,15 @@ inline void write_file(const std::string& path, std::string_view bytes) {
   file.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
 }
 
+/// Flips a bit in the middle; the length stays.
+inline void damage(const std::string& path) {
+  std::string bytes = read_file(path);
+  bytes[bytes.size() / 2] = static_cast<char>(bytes[bytes.size() / 2] ^ 16);
+  const int fd = ::open(path.c_str(), O_WRONLY | O_CLOEXEC);
+  EXPECT_EQ(::pwrite(fd, bytes.data(), bytes.size(), 0), static_cast<ssize_t>(bytes.size())) << path;
+  ::close(fd);
+}
+
 /// What a store's directory holds.
 struct OnDisk {
   std::int64_t bytes = 0;  ///< of pieces and what is set aside, as the account counts them
@@ -134,6 +143,16 @@ bool soon(const Right& right, std::chrono::milliseconds patience = 5000ms) {
   return true;
 }
 
+/// What a tier has counted, for messages.
+inline std::string told(const TierPtr& tier) {
+  std::string out;
+  const TierMetrics metrics = tier->metrics();
+  for (const auto& [name, number] : metrics.counters) {
+    if (number > 0) out += name + " " + std::to_string(number) + ", ";
+  }
+  return out + std::to_string(metrics.used_bytes) + " bytes used of " + std::to_string(metrics.capacity_bytes);
+}
+
 /// At rest: the account is the sum of the files, nothing temporary is there, no file is open but the account's, and all
 /// staging memory is back.
 inline void expect_at_rest(const std::string& root, const TierPtr& tier, const FaultIo* io = nullptr) {
@@ -153,11 +172,11 @@ inline void expect_at_rest(const std::string& root, const TierPtr& tier, const F
 
 /// Nobody has it open: as above, and the account has no process.
 inline void expect_closed(const std::string& root, const FaultIo* io = nullptr) {
+  if (io != nullptr) {
+    EXPECT_TRUE(soon([&] { return io->num_open() == 0; })) << io->num_open() << " descriptors are open";
+  }
   const OnDisk disk = look(root);
   EXPECT_TRUE(disk.temporaries.empty()) << disk.temporaries.size() << " temporaries";
-  if (io != nullptr) {
-    EXPECT_EQ(io->num_open(), 0) << "descriptors are open";
-  }
   const std::string bytes = read_file(root + "/ledger");
   store::LedgerRecord record;
   ASSERT_EQ(bytes.size(), sizeof record);
@@ -213,12 +232,17 @@ inline Namespace raw_space(int number) {
   return Namespace(fields);
 }
 
-inline std::vector<Outcome> all(Outcome outcome, std::size_t count) { return std::vector<Outcome>(count, outcome); }
-inline int count(const std::vector<Outcome>& outcomes, Outcome outcome) {
-  return static_cast<int>(std::count(outcomes.begin(), outcomes.end(), outcome));
-}
-inline void PrintTo(const std::vector<Outcome>& outcomes, std::ostream* out) {
+/// Outcomes of many chunks, as a value that failures print.
+struct Outcomes : std::vector<Outcome> {
+  using std::vector<Outcome>::vector;
+  explicit Outcomes(std::vector<Outcome> given) : std::vector<Outcome>(std::move(given)) {}
+};
+inline void PrintTo(const Outcomes& outcomes, std::ostream* out) {
   for (const Outcome outcome : outcomes) *out << name_of(outcome) << ' ';
+}
+inline Outcomes all(Outcome outcome, std::size_t count) { return Outcomes(count, outcome); }
+inline int count(const Outcomes& outcomes, Outcome outcome) {
+  return static_cast<int>(std::count(outcomes.begin(), outcomes.end(), outcome));
 }
 
 /// A store of raw bytes that knows what its chunks hold: every byte that a get delivers is checked.
@@ -228,18 +252,18 @@ class Client {
                   const StoreOptions& options = {})
       : store(std::move(tiers), raw_space(space), options), space_(space), bytes_(bytes) {}
 
-  std::vector<Outcome> put(const std::vector<int>& numbers, const RequestOptions& options = {}) {
+  Outcomes put(const std::vector<int>& numbers, const RequestOptions& options = {}) {
     std::vector<std::vector<std::byte>> chunks;
     for (const int number : numbers) chunks.push_back(chunk_of(space_, number, bytes_));
     const std::vector<std::span<const std::byte>> spans(chunks.begin(), chunks.end());
-    return store.put_bytes(keys_of(numbers), spans, options).wait();
+    return Outcomes(store.put_bytes(keys_of(numbers), spans, options).wait());
   }
 
   /// Fails the test where a chunk that is ok has a wrong byte, or another one was touched.
-  std::vector<Outcome> get(const std::vector<int>& numbers, const RequestOptions& options = {}) {
+  Outcomes get(const std::vector<int>& numbers, const RequestOptions& options = {}) {
     std::vector<std::vector<std::byte>> chunks(numbers.size(), std::vector<std::byte>(bytes_, kPoison));
     const std::vector<std::span<std::byte>> spans(chunks.begin(), chunks.end());
-    const std::vector<Outcome> outcomes = store.get_bytes(keys_of(numbers), spans, options).wait();
+    const Outcomes outcomes(store.get_bytes(keys_of(numbers), spans, options).wait());
     for (std::size_t i = 0; i < numbers.size(); ++i) check(numbers[i], outcomes[i], chunks[i]);
     return outcomes;
   }

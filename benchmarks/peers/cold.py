@@ -18,13 +18,21 @@ ROTATION = 512 << 20
 Prepare = Callable[[np.ndarray, np.ndarray], Callable[[], object]]
 
 
-def _huge(num_bytes: int) -> np.ndarray:
+def huge(num_bytes: int) -> np.ndarray:
     """Touched bytes on 2 MiB pages, filled with finite bf16 values."""
     mapping = mmap.mmap(-1, num_bytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     raw = np.frombuffer(mapping, np.uint8)
     skip = -raw.ctypes.data % PAGE
-    out = raw[skip : skip + num_bytes]
+    return _filled(raw[skip : skip + num_bytes])
+
+
+def shared(num_bytes: int) -> np.ndarray:
+    """The same on pages of shared memory, which are of 4 KiB unless the administrator wants it otherwise."""
+    return _filled(np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8))
+
+
+def _filled(out: np.ndarray) -> np.ndarray:
     words = np.random.default_rng(0).integers(0, 1 << 16, PAGE // 2, dtype=np.uint16)
     out.reshape(-1, PAGE)[:] = (0x3C00 + (words & 0x83FF)).astype(np.uint16).view(np.uint8)
     return out
@@ -35,7 +43,7 @@ class Cold:
 
     def __init__(self, rotation: int = ROTATION) -> None:
         self.size = rotation
-        self.src, self.dst = _huge(rotation), _huge(rotation)
+        self.src, self.dst = huge(rotation), huge(rotation)
         self.at = 0
 
     def spot(self, num_bytes: int) -> tuple[np.ndarray, np.ndarray]:

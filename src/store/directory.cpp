@@ -58,8 +58,8 @@ void Directory::probe_direct() {
   if (fd < 0) return;
   alignas(kPage) static const std::array<std::byte, kPage> page{};
   direct_ = retry([&] { return io_->pwrite(fd, page.data(), page.size(), 0); }) == kPage;
-  io_->close(fd);
-  retry([&] { return io_->unlink(tmp, name.c_str()); });
+  Draft draft{name, fd};
+  discard(draft);
 }
 
 // ------------------------------------------------------------------------------------------------- what is in memory
@@ -376,31 +376,36 @@ Outcome Directory::publish(const PieceId& id, Draft& draft) {
     return Outcome::kRefused;
   }
   const std::string name = file_name(id.key, id.heads);
-  const std::shared_lock lock(files_);
-  for (int attempt = 0; error == 0 && attempt < 2; ++attempt) {
-    const Folder folder = shard(id, true);
-    error = folder.fd() < 0
-                ? folder.fd()
-                : retry([&] { return io_->rename_new(folders_.tmp(), draft.name.c_str(), folder.fd(), name.c_str()); });
-    if (error != -ENOENT || attempt > 0) break;
-    folders_.look_again();
-    error = 0;
-  }
-  if (error == 0) {
-    ledger_->commit(draft.reserved, bytes_on_disk(stat));
-    known_used_ += bytes_on_disk(stat);
-    draft.reserved = 0;
-    insert(id, stat.st_size, io_->now() / kSecond, false);
-    return Outcome::kOk;
-  }
-  discard(draft);
-  if (error == -EEXIST) {
-    probe(id.space, {&id.key, 1}, id.heads, false);
-    if (holds(id)) {  // another process was faster, or this one did not know it
-      counters_.add(Count::kAlreadyThere);
-      return Outcome::kOk;
+  constexpr int kMostAttempts = 8;  // others may make and remove the same piece all the time
+  for (int attempt = 0; error == 0 && attempt < kMostAttempts; ++attempt) {
+    {
+      const std::shared_lock lock(files_);
+      const Folder folder = shard(id, true);
+      error = folder.fd() < 0 ? folder.fd() : retry([&] {
+        return io_->rename_new(folders_.tmp(), draft.name.c_str(), folder.fd(), name.c_str());
+      });
+      if (error == 0) {
+        ledger_->commit(draft.reserved, bytes_on_disk(stat));
+        known_used_ += bytes_on_disk(stat);
+        draft.reserved = 0;
+        insert(id, stat.st_size, io_->now() / kSecond, false);
+        return Outcome::kOk;
+      }
+    }
+    if (error == -ENOENT && attempt == 0) {
+      folders_.look_again();
+      error = 0;
+    } else if (error == -EEXIST) {
+      probe(id.space, {&id.key, 1}, id.heads, false);
+      if (holds(id)) {  // another process was faster, or this one did not know it
+        discard(draft);
+        counters_.add(Count::kAlreadyThere);
+        return Outcome::kOk;
+      }
+      if (attempt + 1 < kMostAttempts) error = 0;  // it went again
     }
   }
+  discard(draft);
   counters_.add(no_space(error) ? Count::kNoSpace : Count::kIoErrors);
   return no_space(error) ? Outcome::kRefused : Outcome::kIoError;
 }
@@ -418,8 +423,12 @@ void Directory::discard(Draft& draft) {
   if (draft.fd >= 0) io_->close(draft.fd);
   draft.fd = -1;
   const int error = retry([&] { return io_->unlink(folders_.tmp(), draft.name.c_str()); });
-  // What cannot be removed still takes its room; the next one that opens the directory removes it.
-  if (draft.reserved > 0 && (error == 0 || error == -ENOENT)) ledger_->cancel(draft.reserved);
+  if (error == 0 || error == -ENOENT) {
+    if (draft.reserved > 0) ledger_->cancel(draft.reserved);
+  } else {  // it still takes its room, and is tried again
+    const std::lock_guard lock(mutex_);
+    left_.push_back({draft.name, -1, draft.reserved});
+  }
   draft.reserved = 0;
 }
 
@@ -488,6 +497,12 @@ void Directory::settle_all() {
     all = going_;
   }
   for (const Gone& gone : all) settle(gone.id);
+  std::vector<Draft> left;
+  {
+    const std::lock_guard lock(mutex_);
+    left.swap(left_);
+  }
+  for (Draft& draft : left) discard(draft);
 }
 
 }  // namespace kvstride::store

@@ -89,6 +89,7 @@ class Directory {
 
   /// What let_go() was called for.
   void settle(const PieceId& id);
+  /// All of it, and drafts that could not be removed.
   void settle_all();
   /// Writes the account, counts anew where that is needed, removes what dead processes left. To be called now and then.
   void keep_house();
@@ -155,6 +156,7 @@ class Directory {
   std::vector<std::uint32_t> generations_;  ///< by slot; empty until something is pinned
   std::vector<std::unique_ptr<Space>> spaces_;
   std::vector<Gone> going_;
+  std::vector<Draft> left_;  ///< drafts that could not be removed
   std::mutex going_mutex_;  ///< held while one of going_ is settled
   std::mutex splits_mutex_;
   std::mutex evict_mutex_;

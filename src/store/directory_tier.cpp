@@ -3,6 +3,7 @@
 #include "store/directory_tier.h"
 
 #include <fmt/format.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,9 +20,9 @@ namespace {
 
 using Engine = DirectoryTierOptions::Engine;
 
-constexpr std::size_t kRingDepth = 16;
-constexpr std::int64_t kRegistered = std::int64_t{1}
-                                     << 30;  ///< bytes of others' memory that are pinned for I/O, at most
+constexpr std::size_t kRingDepth = 32;
+constexpr std::int64_t kSmall = 512 << 10;  ///< transfers that are started together
+constexpr int kMostTries = 16;              ///< of a page that comes or goes in part only
 
 class Core;
 
@@ -48,6 +49,7 @@ struct Operation {
   std::vector<Bytes> ranges;  ///< still to move; the first one is under way
   Draft draft;
   bool retried = false;  ///< after the file system was full
+  int stuck = 0;         ///< transfers in a row that moved less than a page
 };
 
 /// What outlives the tier where a disk hangs: threads hold it.
@@ -61,7 +63,9 @@ class Core : public std::enable_shared_from_this<Core> {
         directory_(io,
                    {options.path, options.max_bytes, options.keep_free,
                     options.eviction == Eviction::kLru ? Policy::kLru : Policy::kS3Fifo, options.sync, options.group},
-                   counters_) {}
+                   counters_) {
+    madvise(staging_.data(), static_cast<std::size_t>(staging_.mapped()), MADV_DONTFORK);
+  }
 
   void start();
   void stop();
@@ -74,7 +78,6 @@ class Core : public std::enable_shared_from_this<Core> {
   void add_task(std::function<void()> task);
   bool sick() const;
   bool probe(std::uint32_t space, std::vector<Key> keys, Heads heads, bool prefix);
-  void expect(std::span<std::byte> memory);
 
   const DirectoryTierOptions options_;
   const std::shared_ptr<Io> io_;
@@ -104,7 +107,6 @@ class Core : public std::enable_shared_from_this<Core> {
   void end_write(Operation& operation, Outcome outcome);
 
   mutable std::mutex mutex_;
-  std::span<std::byte> others_;  ///< memory of an upper tier
   std::condition_variable work_;
   std::condition_variable work_house_;
   std::condition_variable ended_;
@@ -151,15 +153,10 @@ void Core::give(std::int64_t offset, std::int64_t bytes) {
 /// A ring where there is one, unless something else is asked for.
 std::unique_ptr<Transfers> Core::transfers(std::string& name) {
   if (options_.engine != Engine::kBlocking) {
-    std::vector<iovec> memory{{staging_.data(), static_cast<std::size_t>(staging_.size())}};
-    {
-      const std::lock_guard lock(mutex_);
-      if (!others_.empty() && static_cast<std::int64_t>(others_.size()) <= kRegistered) {
-        memory.push_back({others_.data(), others_.size()});
-      }
-    }
+    // Only this memory: pinned pages are copied by every fork, and no child needs it.
+    const iovec memory{staging_.data(), static_cast<std::size_t>(staging_.size())};
     std::string why;
-    if (auto ring = ring_transfers(kRingDepth, memory, &why)) {
+    if (auto ring = ring_transfers(kRingDepth, {&memory, 1}, &why)) {
       name = ring->name();
       return ring;
     }
@@ -210,11 +207,6 @@ void Core::start() {
   for (std::size_t i = 0; i < threads; ++i) add_thread([i](Core& core) { core.run(i); });
   add_thread([](Core& core) { core.keep_house(); });
   add_thread([](Core& core) { core.answer(); });
-}
-
-void Core::expect(std::span<std::byte> memory) {
-  const std::lock_guard lock(mutex_);
-  if (others_.empty()) others_ = memory;
 }
 
 /// Threads that a disk keeps are left behind with all that they use.
@@ -316,8 +308,10 @@ void Core::run(std::size_t number) {
     const Operation& operation = *active[token];
     const Bytes& range = operation.ranges.front();
     std::byte* data = operation.read ? operation.read->into->data() : operation.write->image->data();
-    io->submit({operation.fd, data + range.begin, static_cast<std::size_t>(range.end - range.begin), range.begin,
-                operation.write.has_value(), token, 0});
+    const std::int64_t bytes = range.end - range.begin;
+    io->submit({operation.fd, data + range.begin, static_cast<std::size_t>(bytes), range.begin,
+                operation.write.has_value(), token, 0},
+               bytes < kSmall);
   };
   while (true) {
     while (io->under_way() < io->depth()) {
@@ -355,8 +349,10 @@ void Core::run(std::size_t number) {
       }
       note();
     }
+    io->start();
     ended.clear();
-    io->collect(ended, true, std::chrono::milliseconds(100));
+    // Not for long: somebody may come with more.
+    io->collect(ended, true, std::chrono::milliseconds(5));
     for (const Transfer& transfer : ended) {
       const auto token = static_cast<std::size_t>(transfer.token);
       if (moved(*active[token], transfer)) {
@@ -432,12 +428,14 @@ bool Core::moved(Operation& operation, const Transfer& transfer) {
   try {
     if (transfer.result == -EINTR || transfer.result == -EAGAIN) return true;
     if (transfer.result > 0) {
-      // Short: the rest, from a whole page on.
-      range.begin = std::min((range.begin + transfer.result) / kPage * kPage, range.end);
-      if (range.begin + kPage <= range.end && range.begin < range.end && transfer.result >= kPage) return true;
-      if (range.begin < range.end) {  // not even a page
+      // Short: the rest, from a whole page on. Less than a page is moved again, a few times.
+      const std::int64_t moved = transfer.result / kPage * kPage;
+      range.begin = std::min(range.begin + moved, range.end);
+      operation.stuck = moved > 0 ? 0 : operation.stuck + 1;
+      if (range.begin < range.end && operation.stuck < kMostTries) return true;
+      if (range.begin < range.end) {
         counters_.add(Count::kIoErrors);
-        operation.read ? end_read(operation, Outcome::kCorrupt) : end_write(operation, Outcome::kIoError);
+        operation.read ? end_read(operation, Outcome::kIoError) : end_write(operation, Outcome::kIoError);
         return false;
       }
       operation.ranges.erase(operation.ranges.begin());
@@ -566,7 +564,6 @@ class DirectoryTier final : public Tier {
   }
   BufferPtr buffer(std::int64_t bytes) override { return core_->buffer(bytes); }
   std::int64_t largest() const override { return core_->staging_.size() / kPage * kPage; }
-  void expect_memory(std::span<std::byte> memory) override { core_->expect(memory); }
   bool holds(const PieceId& id) override { return core_->directory_.holds(id); }
   void read(ReadRequest request) override {
     Operation operation;

@@ -42,8 +42,8 @@ Census take_census(const StoreFolder& store) {
       out.files.push_back(file);
     });
   }
-  out.quarantine = store.quarantine();
-  out.temporaries = store.temporaries();
+  out.quarantine = store.quarantine(&out.whole);
+  out.temporaries = store.temporaries(&out.whole);
   return out;
 }
 
@@ -123,8 +123,12 @@ Census StoreEditor::settle() {
     // Temporaries are in no sum: those of the dead were covered by what these had reserved, which ends with the count.
     std::vector<LooseFile> living;
     for (LooseFile& file : out.temporaries) {
-      const bool gone = file.dead && retry([&] { return io_.unlink(tmp_, file.name.c_str()); }) == 0;
-      (gone ? removed_ : living).push_back(std::move(file));
+      const int error = file.dead ? retry([&] { return io_.unlink(tmp_, file.name.c_str()); }) : 0;
+      if (error < 0 && error != -ENOENT) {
+        throw Error(ErrorCode::kStore, fmt::format("store: '{}': tmp/{} cannot be removed: {}", store_.path(),
+                                                   file.name, std::strerror(-error)));
+      }
+      (file.dead ? removed_ : living).push_back(std::move(file));
     }
     out.temporaries = std::move(living);
     ledger_->end_count(out.bytes());

@@ -291,8 +291,12 @@ void StoreImpl::deliver(Fetch& fetch, const std::vector<std::shared_ptr<const Sh
     std::memcpy(job.to[chunk].data(), fetch.readings[0].result.image->data() + shapes[0]->frame.header_bytes(),
                 job.to[chunk].size());
   }
+  // Before the end: who removes the chunk after its get shall not find it in an upper tier.
+  try {
+    if (options_.promote) promote(fetch);
+  } catch (...) {  // no memory
+  }
   end(job, chunk, Stage::kMoving, Outcome::kOk);
-  if (options_.promote) promote(fetch);
   fetch.readings.clear();
   leave();
 }

@@ -85,7 +85,6 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
 
   bool lends() const override { return true; }
   std::int64_t largest() const override { return memory_->size() / kPage * kPage; }
-  std::span<std::byte> memory() const override { return {memory_->data(), static_cast<std::size_t>(memory_->size())}; }
 
   BufferPtr buffer(std::int64_t bytes) override {
     bytes = whole_pages(bytes);

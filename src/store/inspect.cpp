@@ -14,6 +14,7 @@
 
 #include "kvstride/error.h"
 #include "store/directory.h"
+#include "store/folders.h"
 #include "store/ledger_record.h"
 
 namespace kvstride::store {
@@ -21,12 +22,9 @@ namespace {
 
 constexpr std::size_t kSpaceName = 64;
 constexpr std::size_t kDraftName = 32;
-constexpr std::size_t kMarkerName = 8;
 constexpr const char* kDigits = "0123456789abcdef";
 
 std::int64_t nanoseconds(const struct timespec& time) { return time.tv_sec * 1'000'000'000 + time.tv_nsec; }
-
-bool is_hex(std::string_view text) { return text.find_first_not_of(kDigits) == std::string_view::npos; }
 
 const char* kind_of(mode_t mode) {
   return S_ISLNK(mode) ? "a link" : S_ISDIR(mode) ? "a folder" : S_ISREG(mode) ? "a file" : "a special file";
@@ -36,12 +34,12 @@ const char* kind_of(mode_t mode) {
 int open_folder_at(const StoreFolder& store, int at, const char* name) {
   Io& io = store.io();
   const int fd = retry([&] { return io.open(at, name, O_RDONLY | O_DIRECTORY, 0); });
-  if (fd < 0) return fd;
+  if (fd < 0) return fd == -ELOOP ? -ENOTDIR : fd;
   struct stat stat;
   const int error = io.stat_fd(fd, stat);
   if (error == 0 && store.ours(stat)) return fd;
   io.close(fd);
-  return error < 0 ? error : -EACCES;
+  return error < 0 ? error : -ENOTDIR;
 }
 
 /// Lists a folder with a descriptor of its own, so that nobody else's listing is disturbed.
@@ -117,14 +115,15 @@ void StoreFolder::open_root() {
 }
 
 std::vector<std::string> StoreFolder::spaces(std::string_view prefix) const {
-  if (!is_hex(prefix) || prefix.size() > kSpaceName) {
+  if (!is_lower_hex(prefix) || prefix.size() > kSpaceName) {
     throw Error(ErrorCode::kArgument,
                 fmt::format("store: namespace '{}' is not 1 to 64 digits of lower-case hex", prefix));
   }
   std::vector<std::string> out;
   const int error = list_folder(*io_, root_, [&](const char* name, unsigned char) {
     const std::string_view text(name);
-    if (text.size() == kSpaceName && is_hex(text) && text.substr(0, prefix.size()) == prefix) out.emplace_back(text);
+    if (text.size() == kSpaceName && is_lower_hex(text) && text.substr(0, prefix.size()) == prefix)
+      out.emplace_back(text);
     return true;
   });
   if (error < 0) {
@@ -159,8 +158,8 @@ LedgerState StoreFolder::ledger() const {
     out.sound = true;
     out.known = record->known != 0;
     out.max_bytes = record->max_bytes;
-    out.used = record->used;
-    out.reserved = record->total() - record->used;
+    out.used = std::max<std::int64_t>(record->used, 0);
+    out.reserved = std::max<std::int64_t>(record->total() - out.used, 0);
     out.all_tokens = true;
     for (std::size_t i = 0; i < kLedgerSlots; ++i) {
       const auto place = static_cast<std::int64_t>(sizeof(LedgerRecord) + i);
@@ -179,23 +178,29 @@ LedgerState StoreFolder::ledger() const {
   return out;
 }
 
-std::vector<LooseFile> StoreFolder::loose(const char* folder) const {
+std::vector<LooseFile> StoreFolder::loose(const char* folder, bool* whole) const {
   std::vector<LooseFile> out;
   const int fd = open_folder(folder);
-  if (fd < 0) return out;
-  list_folder(*io_, fd, [&](const char* name, unsigned char) {
-    struct stat stat;
-    if (is_hex(name) && io_->stat_at(fd, name, stat) == 0) out.push_back({name, bytes_on_disk(stat), false});
-    return true;
-  });
-  io_->close(fd);
+  int error = fd;
+  if (fd >= 0) {
+    error = list_folder(*io_, fd, [&](const char* name, unsigned char) {
+      if (!is_lower_hex(name)) return true;
+      struct stat stat;
+      const int failed = retry([&] { return io_->stat_at(fd, name, stat); });
+      if (failed == 0 && S_ISREG(stat.st_mode)) out.push_back({name, bytes_on_disk(stat), false});
+      if (failed < 0 && failed != -ENOENT && whole != nullptr) *whole = false;
+      return true;
+    });
+    io_->close(fd);
+  }
+  if (error < 0 && whole != nullptr) *whole = false;
   return out;
 }
 
-std::vector<LooseFile> StoreFolder::quarantine() const { return loose("quarantine"); }
+std::vector<LooseFile> StoreFolder::quarantine(bool* whole) const { return loose("quarantine", whole); }
 
-std::vector<LooseFile> StoreFolder::temporaries() const {
-  std::vector<LooseFile> out = loose("tmp");
+std::vector<LooseFile> StoreFolder::temporaries(bool* whole) const {
+  std::vector<LooseFile> out = loose("tmp", whole);
   const LedgerState state = ledger();  // after the listing: who starts now is not in it
   if (!state.all_tokens) return out;
   for (LooseFile& file : out) {
@@ -230,7 +235,7 @@ std::string SpaceFolder::path_of(const ChunkFile& file) const {
   return fmt::format("{}/{}/{}", name_, name[0], name);
 }
 
-int SpaceFolder::shard(const Key& key) const { return shards_[std::to_integer<std::size_t>(key.bytes()[0]) >> 4]; }
+int SpaceFolder::shard(const Key& key) const { return shards_[shard_of(key)]; }
 
 bool SpaceFolder::list(const std::function<void(const ChunkFile&)>& use, std::vector<Stray>* strays) const {
   Io& io = store_.io();
@@ -240,11 +245,11 @@ bool SpaceFolder::list(const std::function<void(const ChunkFile&)>& use, std::ve
   };
   const auto unlisted = [&](const std::string& path, int error) {
     if (error == -ENOENT) return;
-    const bool refused = error == -ELOOP || error == -ENOTDIR || error == -EACCES;
-    stray(path, fmt::format("cannot be listed: {}", error == -ELOOP || error == -ENOTDIR ? "a link or no folder"
-                                                    : refused ? "another user's, or not readable"
-                                                              : std::strerror(-error)));
-    whole = false;
+    // Links and other users' folders are nobody's business, as for the processes that count.
+    const bool refused = error == -ENOTDIR;
+    stray(path,
+          refused ? "a link, no folder, or another user's" : fmt::format("not readable: {}", std::strerror(-error)));
+    whole &= refused;
   };
   if (fd_ < 0) {
     unlisted(name_, fd_);
@@ -252,7 +257,7 @@ bool SpaceFolder::list(const std::function<void(const ChunkFile&)>& use, std::ve
   }
   const int top = list_folder(io, fd_, [&](const char* text, unsigned char) {
     const std::string_view name(text);
-    const bool known = is_hex(name) && (name.size() == 1 || name.size() == kMarkerName);
+    const bool known = is_lower_hex(name) && (name.size() == 1 || parse_heads_name(name));
     if (!known) stray(name_ + "/" + text, "no name of the store");
     return true;
   });
@@ -265,12 +270,15 @@ bool SpaceFolder::list(const std::function<void(const ChunkFile&)>& use, std::ve
     }
     const int error = list_folder(io, shards_[i], [&](const char* name, unsigned char) {
       const auto parsed = parse_file_name(name);
-      if (!parsed || name[0] != kDigits[i]) {
+      if (!parsed || shard_of(parsed->first) != i) {
         stray(folder + "/" + name, parsed ? "in the folder of another digit" : "no name of a chunk");
         return true;
       }
       struct stat stat;
-      if (io.stat_at(shards_[i], name, stat) < 0) return true;  // it has gone
+      if (const int failed = retry([&] { return io.stat_at(shards_[i], name, stat); }); failed < 0) {
+        if (failed != -ENOENT) unlisted(folder + "/" + name, failed);
+        return true;
+      }
       if (!S_ISREG(stat.st_mode) || !store_.ours(stat)) {
         stray(folder + "/" + name, S_ISREG(stat.st_mode) ? fmt::format("belongs to user {}", stat.st_uid)
                                                          : std::string(kind_of(stat.st_mode)));
@@ -357,9 +365,9 @@ SpaceSummary summarize(const SpaceFolder& space, std::vector<Stray>* strays,
     out.chunks += std::unique(keys.begin(), keys.end()) - keys.begin();
     keys.clear();
   };
-  space.list(
+  out.whole = space.list(
       [&](const ChunkFile& file) {
-        if (!keys.empty() && (keys.back().bytes()[0] ^ file.key.bytes()[0]) >> 4 != std::byte{0}) settle();
+        if (!keys.empty() && shard_of(keys.back()) != shard_of(file.key)) settle();
         keys.push_back(file.key);
         if (samples.size() < kTried) samples.push_back(file);
         out.last_use = std::max(out.last_use, file.used);

@@ -75,15 +75,15 @@ class StoreFolder {
   std::string space(std::string_view prefix) const;
 
   LedgerState ledger() const;
-  /// Files of quarantine/, and of tmp/ (`dead` is then told).
-  std::vector<LooseFile> quarantine() const;
-  std::vector<LooseFile> temporaries() const;
+  /// Files of quarantine/, and of tmp/ (`dead` is then told). `whole` becomes false where not all could be listed.
+  std::vector<LooseFile> quarantine(bool* whole = nullptr) const;
+  std::vector<LooseFile> temporaries(bool* whole = nullptr) const;
 
   Io& io() const { return *io_; }
   std::shared_ptr<Io> shared_io() const { return io_; }
   const std::string& path() const { return path_; }
   int root() const { return root_; }
-  /// A folder of the root, of ours and no link; −errno.
+  /// A folder of the root; −errno, −ENOTDIR where it is a link or another user's.
   int open_folder(const char* name) const;
   bool ours(const struct stat& stat) const;
   bool group() const { return group_; }
@@ -91,7 +91,7 @@ class StoreFolder {
 
  private:
   void open_root();
-  std::vector<LooseFile> loose(const char* folder) const;
+  std::vector<LooseFile> loose(const char* folder, bool* whole) const;
 
   std::shared_ptr<Io> io_;
   std::string path_;
@@ -115,7 +115,8 @@ class SpaceFolder {
   /// `<namespace>/<digit>/<file>`.
   std::string path_of(const ChunkFile& file) const;
 
-  /// Calls `use` for every chunk's file, one folder after the other. Whether everything could be listed.
+  /// Calls `use` for every chunk's file, one folder after the other. Whether everything could be listed that is no
+  /// stray: links and other users' folders are.
   bool list(const std::function<void(const ChunkFile&)>& use, std::vector<Stray>* strays = nullptr) const;
   /// Descriptor of the folder that files of `key` are in; −errno.
   int shard(const Key& key) const;
@@ -145,6 +146,7 @@ struct SpaceSummary {
   std::int64_t read_files = 0;  ///< used since they were written
   std::int64_t last_use = 0;    ///< of any file; nanoseconds since 1970
   std::int64_t oldest_use = 0;  ///< last use of the file that was not used for longest
+  bool whole = true;            ///< everything could be listed
 };
 /// Lists files and reads one header. `use` (if given) is called for each file.
 SpaceSummary summarize(const SpaceFolder& space, std::vector<Stray>* strays = nullptr,

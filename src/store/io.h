@@ -91,8 +91,11 @@ class Transfers {
   /// The kernel owns the buffers of what is under way: cancels it and waits for it, for ever on a disk that hangs. Who
   /// cannot wait asks `under_way()` first, and never destroys or reuses either the object or the buffers.
   virtual ~Transfers() = default;
-  /// The kernel starts at once. At most `depth()` may be under way: more come back with −EBUSY.
-  virtual void submit(const Transfer& transfer) = 0;
+  /// The kernel starts at once, or, with `more`, together with those that follow: small neighbours become one request
+  /// of the disk. At most `depth()` may be under way: more come back with −EBUSY.
+  virtual void submit(const Transfer& transfer, bool more = false) = 0;
+  /// What was submitted with `more` starts now; collect() does it, too.
+  virtual void start() {}
   /// Appends what has ended to `out`; waits until at least one has where `wait` and something is under way, but no
   /// longer than `timeout`.
   virtual void collect(std::vector<Transfer>& out, bool wait, std::chrono::nanoseconds timeout) = 0;

@@ -142,7 +142,10 @@ void Ledger::take_slot() {
     fail(fmt::format("locked by another process for {} ms",
                      std::chrono::duration_cast<milliseconds>(options_.lock_timeout).count()));
   }
-  if (locked < 0) fail(fmt::format("the file system has no byte-range locks: {}", std::strerror(-locked)));
+  const auto no_locks = [](int error) {
+    fail(fmt::format("the file system has no byte-range locks: {}", std::strerror(-error)));
+  };
+  if (locked < 0) no_locks(locked);
   LedgerRecord record;
   if (!read_record(record)) fail("read: input/output error");
   if (record.version != kLedgerVersion) fail(fmt::format("version {}, not {}", record.version, kLedgerVersion));
@@ -152,8 +155,10 @@ void Ledger::take_slot() {
   for (std::size_t i = 0; i < kLedgerSlots; ++i) {
     if (record.slots[i].in_use != 0) {
       alone = false;
-    } else if (slot_ == kLedgerSlots && retry([&] { return io_->lock(fd_, lock_of(i), 1, true); }) == 0) {
-      slot_ = i;
+    } else if (slot_ == kLedgerSlots) {
+      const int got = retry([&] { return io_->lock(fd_, lock_of(i), 1, true); });
+      if (got == 0) slot_ = i;
+      if (got < 0 && got != -EAGAIN) no_locks(got);
     }
   }
   if (slot_ == kLedgerSlots) fail(fmt::format("{} processes have the directory open, the limit", kLedgerSlots));
@@ -224,7 +229,7 @@ void Ledger::rebuild(LedgerRecord& record) {
   record = {};
   record.max_bytes = options_.max_bytes;
   record.count = random_number();
-  for (std::size_t i = 0; i < kLedgerSlots; ++i) record.slots[i].in_use = lives(i) ? 1 : 0;
+  for (std::size_t i = 0; i < kLedgerSlots; ++i) record.slots[i].in_use = record.slots[i].active = lives(i) ? 1 : 0;
 }
 
 /// Slots of processes that died are free again; what they had reserved stays reserved until a count has ended.
@@ -254,15 +259,17 @@ bool Ledger::removed() {
   return retry([&] { return io_->stat_fd(fd_, now); }) == 0 && now.st_nlink == 0;
 }
 
-/// The entry is lost when the record was damaged, or when others took this process for dead.
-bool Ledger::register_again(LedgerRecord& record) {
+/// The entry is lost when the record was damaged, or when others took this process for dead. −EAGAIN where somebody
+/// else has the slot, or an error that may pass.
+int Ledger::register_again(LedgerRecord& record) {
   LedgerSlot& mine = record.slots[slot_];
-  if (mine.in_use != 0 && mine.token == token_) return true;
-  if (mine.token != 0 || retry([&] { return io_->lock(fd_, lock_of(slot_), 1, true); }) < 0) return false;
+  if (mine.in_use != 0 && mine.token == token_) return 0;
+  if (mine.token != 0) return -EAGAIN;
+  if (const int locked = retry([&] { return io_->lock(fd_, lock_of(slot_), 1, true); }); locked < 0) return locked;
   mine = {.token = token_, .in_use = 1};
   record.known = 0;
   local_.sure = local_.allowance = 0;
-  return true;
+  return 0;
 }
 
 /// Takes notice of counts: sorts out what was reported when nobody knew whether one was under way.
@@ -319,26 +326,22 @@ bool Ledger::with_record(bool patient, const std::function<void(LedgerRecord&)>&
   const auto since = steady_clock::now();
   if (::getpid() != pid_) return false;  // of a fork that calls no handlers
   if (lost_ || lock_record(patient) < 0) return false;
-  const Local before = local_;
+  const std::unique_ptr<Ledger, void (*)(Ledger*)> unlock(
+      this, [](Ledger* ledger) { ledger->io_->unlock(ledger->fd_, 0, kRecordBytes); });
   LedgerRecord record;
-  bool done = read_record(record);
-  if (done) {
-    const LedgerRecord read = record;
-    lost_ = removed() || record.version != kLedgerVersion || !register_again(record);
-    done = !lost_;
-    if (done) {
-      look(record, since);
-      use(record);
-      put(record);
-      done = std::memcmp(&read, &record, sizeof(record)) == 0 || write_record(record);
-    }
-  }
-  io_->unlock(fd_, 0, kRecordBytes);
-  if (!done) {
-    local_ = before;
-    local_.sure_until = {};
-  }
-  return done;
+  if (!read_record(record)) return false;
+  const LedgerRecord read = record;
+  const Local before = local_;
+  const int entered = removed() || record.version != kLedgerVersion ? -EAGAIN : register_again(record);
+  lost_ = entered == -EAGAIN;
+  if (entered < 0) return false;
+  look(record, since);
+  use(record);
+  put(record);
+  if (std::memcmp(&read, &record, sizeof(record)) == 0 || write_record(record)) return true;
+  local_ = before;
+  local_.sure_until = {};
+  return false;
 }
 
 // --- Counting --------------------------------------------------------------------------------------------------------
@@ -492,7 +495,7 @@ std::optional<Ledger::Account> Ledger::account() {
   if (forked()) return std::nullopt;
   const std::lock_guard lock(mutex_);
   std::optional<Account> account;
-  with_record(true, [&](LedgerRecord& record) {
+  const bool done = with_record(true, [&](LedgerRecord& record) {
     if (record.known == 0) return;
     put(record);
     account = Account{.used = std::max<std::int64_t>(record.used, 0),
@@ -502,10 +505,11 @@ std::optional<Ledger::Account> Ledger::account() {
       account->processes += i == slot_ || (record.slots[i].in_use != 0 && lives(i)) ? 1 : 0;
     }
   });
-  return account;
+  return done ? account : std::nullopt;
 }
 
 bool Ledger::lost() {
+  if (forked()) return true;
   const std::lock_guard lock(mutex_);
   return lost_;
 }

@@ -33,8 +33,10 @@ struct LedgerRecord;
 /// long) is added, or not subtracted, in case that the sum lacks it: the account may then be too high, never too low,
 /// until the next count. Callers that ask mark() before they change files avoid even that.
 ///
-/// Processes may have different limits: each keeps used + reserved within its own when it reserves. In a forked child
-/// every call answers kBusy, nothing or an empty list, and the parent's account stays as it is.
+/// Processes may have different limits: each keeps used + reserved within its own when it reserves. After a count, used
+/// + reserved may be above the limit (bytes are not) until every process has looked at the file again.
+///
+/// In a forked child every call answers kBusy, nothing or an empty list, and the parent's account stays as it is.
 class Ledger {
  public:
   struct Options {
@@ -137,7 +139,7 @@ class Ledger {
   void bury(LedgerRecord& record);
   bool count_under_way(LedgerRecord& record);
   bool removed();
-  bool register_again(LedgerRecord& record);
+  int register_again(LedgerRecord& record);
   void look(LedgerRecord& record, std::chrono::steady_clock::time_point since);
   void finish_count(LedgerRecord& record);
   void put(LedgerRecord& record);

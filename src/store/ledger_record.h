@@ -6,7 +6,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
+#include <span>
 
 #include "store/hash.h"
 
@@ -31,13 +31,13 @@ struct LedgerRecord {
   std::uint32_t version = kLedgerVersion;    // at 8
   std::uint32_t known = 0;                   // at 12: 1 from the end of a count on; 0: `used` means nothing
   std::int64_t max_bytes = 0;                // at 16: limit of the process that opened last, to be looked at
-  std::int64_t used = 0;  // at 24: bytes of files; below 0 where one process removed what another has not written yet
-  std::int64_t lost = 0;  // at 32: what processes that died had reserved; a count settles it
-  std::int64_t lost_since = 0;                   // at 40: the same, since the count under way began
-  std::uint64_t count = 0;                       // at 48: random name of the count that began last
-  std::uint64_t counter = 0;                     // at 56: token of the process that counts, 0: none does
-  std::uint32_t counter_slot = 0;                // at 64: its slot
-  std::uint32_t unsettled = 0;                   // at 68: 1 if a process died or left since whose changes are not known
+  std::int64_t used = 0;           // at 24: bytes of files (or less, while removals are written and puts are not)
+  std::int64_t lost = 0;           // at 32: what processes that died had reserved; a count settles it
+  std::int64_t lost_since = 0;     // at 40: the same, since the count under way began
+  std::uint64_t count = 0;         // at 48: random name of the count that began last
+  std::uint64_t counter = 0;       // at 56: token of the process that counts, 0: none does
+  std::uint32_t counter_slot = 0;  // at 64: its slot
+  std::uint32_t unsettled = 0;     // at 68: 1 if a process died or left since whose changes are not known
   std::array<LedgerSlot, kLedgerSlots> slots{};  // at 72, 24 bytes each
   std::array<char, 2576> zeros{};                // at 1512
   std::uint64_t checksum = 0;                    // at 4088: XXH3-64 of all before it

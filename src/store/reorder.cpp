@@ -39,12 +39,19 @@ DType common_dtype(const Layout& layout) {
       ->first;
 }
 
+/// Writes out what stands for two planes, and every plane's dtype: text for readers that know little of the notation.
+void spell_out(Section& section, DType dtype) {
+  dtype = section.dtype.value_or(dtype);
+  section.dtype = section.members.empty() || section.kv_stride ? std::optional(dtype) : std::nullopt;
+  if (section.kv_stride) return;  // padded behind the value: braces have nothing for that
+  section.kv = false;
+  for (Member& member : section.members) spell_out(member.body, dtype);
+}
+
 /// Text with all extents and dtypes.
 std::string full_text(const Layout& layout) {
   std::vector<Part> parts = Order::parse(layout.str()).parts();
-  for (Part& part : parts) {
-    if (!part.body.dtype) part.body.dtype = layout.geometry().dtype;
-  }
+  for (Part& part : parts) spell_out(part.body, layout.geometry().dtype);
   return Order::from_parts(std::move(parts)).text();
 }
 

@@ -25,7 +25,6 @@ StoreImpl::StoreImpl(std::vector<TierPtr> tiers, Namespace space, const StoreOpt
   for (std::size_t i = 0; i < tiers_.size(); ++i) {
     for (std::size_t j = 0; j < i; ++j) {
       if (tiers_[i] == tiers_[j]) throw Error(ErrorCode::kArgument, "Store: a tier is given twice");
-      tiers_[i]->expect_memory(tiers_[j]->memory());
     }
     if (i > 0) tiers_[i - 1]->demote_to(numbers_[i - 1], tiers_[i], numbers_[i]);
   }

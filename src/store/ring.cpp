@@ -59,7 +59,7 @@ class RingTransfers final : public Transfers {
 
   bool usable() const { return usable_; }
 
-  void submit(const Transfer& transfer) override {
+  void submit(const Transfer& transfer, bool more) override {
     io_uring_sqe* sqe = forked() || free_.empty() ? nullptr : io_uring_get_sqe(&ring_);
     if (sqe == nullptr) {
       ended_.push_back(transfer);
@@ -71,8 +71,16 @@ class RingTransfers final : public Transfers {
     slots_[slot] = transfer;
     prepare(*sqe, transfer);
     io_uring_sqe_set_data64(sqe, slot);
-    // At once: the caller computes before it collects, and the disk should work meanwhile. What the kernel does not
-    // take now stays in the ring and goes with the next call.
+    constexpr int kTogether = 8;
+    ++unsent_;
+    // At once: the caller computes before it collects, and the disk should work meanwhile.
+    if (!more || unsent_ >= kTogether) start();
+  }
+
+  /// What the kernel does not take now stays in the ring and goes with the next call.
+  void start() override {
+    if (unsent_ == 0 || forked()) return;
+    unsent_ = 0;
     io_uring_submit(&ring_);
   }
 
@@ -81,6 +89,7 @@ class RingTransfers final : public Transfers {
     out.insert(out.end(), ended_.begin(), ended_.end());
     ended_.clear();
     if (forked()) return;
+    start();
     reap(out);
     if (!wait || out.size() > before) return;
     const auto deadline = steady_clock::now() + std::clamp(timeout, nanoseconds(0), kLongWait);
@@ -239,6 +248,7 @@ class RingTransfers final : public Transfers {
 
   const pid_t pid_ = ::getpid();
   const std::size_t depth_;
+  int unsent_ = 0;  ///< submitted, and not yet told to the kernel
   io_uring ring_{};
   bool open_ = false;
   bool usable_ = false;

@@ -142,6 +142,9 @@ void Directory::keep_house() {
   if (!ledger_) return;
   settle_all();
   if (const std::optional<Ledger::Account> account = ledger_->account()) known_used_ = account->used;
+  // The limit may be lower than that of those who wrote.
+  for (int i = 0; i < 1024 && known_used_ > options_.max_bytes && evict_one() > 0; ++i) {
+  }
   const Clock::time_point now = Clock::now();
   if (now - counted_ < std::chrono::seconds(1)) return;
   counted_ = now;

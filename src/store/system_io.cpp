@@ -143,7 +143,7 @@ class BlockingTransfers final : public Transfers {
  public:
   explicit BlockingTransfers(std::shared_ptr<Io> io) : io_(std::move(io)) {}
 
-  void submit(const Transfer& transfer) override {
+  void submit(const Transfer& transfer, bool) override {
     ended_.push_back(transfer);
     Transfer& t = ended_.back();
     t.result = t.write ? io_->pwrite(t.fd, t.data, t.bytes, t.offset) : io_->pread(t.fd, t.data, t.bytes, t.offset);

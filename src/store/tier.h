@@ -87,10 +87,6 @@ class Tier {
   virtual BufferPtr buffer(std::int64_t bytes) = 0;
   /// The largest image that fits at all.
   virtual std::int64_t largest() const = 0;
-  /// Memory that images may lie in, for I/O to prepare.
-  virtual std::span<std::byte> memory() const { return {}; }
-  virtual void expect_memory(std::span<std::byte>) {}
-
   virtual bool holds(const PieceId& id) = 0;
   virtual void read(ReadRequest request) = 0;
   virtual void write(WriteRequest request) = 0;
