@@ -343,8 +343,8 @@ TEST_F(InspectTest, OtherThingsAreStrays) {
     EXPECT_EQ(strays.size(), 3U) << "one is what is not looked into";
   }
   const auto io = std::make_shared<AskingIo>();
-  io->before = [&](std::string_view call, std::string_view what) {
-    return call == "stat_at" && what.size() > 64 ? -EIO : 0;
+  io->before = [](std::string_view call, std::string_view entry) {
+    return call == "stat_at" && entry.size() > 64 ? -EIO : 0;
   };
   const StoreFolder failing = folder(io);
   EXPECT_FALSE(summarize(SpaceFolder(failing, ours)).whole);
@@ -909,6 +909,61 @@ TEST_F(ReorderTest, NoRoomIsSaid) {
     EXPECT_NE(result.why.find("no room"), std::string::npos);
   }
   expect_account_fits();
+}
+
+// A process that knows the old files' lengths reads the new ones, longer or shorter, and takes none for damaged.
+TEST_F(ReorderTest, BesideAProcessThatKnowsTheOldFiles) {
+  NamespaceFields many = fields(2, "many heads");  // their checksums fill more than a page
+  many.num_layers = 1;
+  many.num_kv_heads = 600;
+  Geometry sizes = geometry(2, 600);
+  sizes.num_layers = 1;
+  Memory memory(Layout("KV B N H D", sizes), 1);
+  const TierPtr living = tier();
+  kvstride::Store store({living}, Namespace(many));
+  ASSERT_EQ(store.put(keys(0, 6), memory.cache(), first_blocks(6)).wait(), std::vector<Outcome>(6, Outcome::kOk));
+  const auto expect_all = [&](const char* what) {
+    for (const std::int64_t first : {0, 595}) {
+      const std::int64_t count = first == 0 ? 600 : 5;
+      Geometry part = sizes;
+      part.num_kv_heads = count;
+      Memory read(Layout("B H N KV D", part), 5);
+      RequestOptions heads;
+      heads.heads = {0, first, count};
+      // Half of the chunks are first asked for as a whole, the others in part.
+      const int from = first == 0 ? 0 : 3;
+      ASSERT_EQ(store.get(keys(from, 3), read.cache(), first_blocks(3), heads).wait(),
+                std::vector<Outcome>(3, Outcome::kOk))
+          << what << " from head " << first;
+      bool same = true;
+      for (const Plane& plane : read.layout.planes()) {
+        test::for_each_index(plane, [&](const kvstride::Index& index) {
+          if (index[1] >= 3) return;
+          kvstride::Index there = index;
+          there[1] += from;
+          there[3] += first;
+          same &= std::memcmp(read.at(plane, index), memory.at(memory.layout.plane(plane.name), there), 2) == 0;
+        });
+      }
+      EXPECT_TRUE(same) << what;
+    }
+  };
+  const StoreFolder outside = folder();
+  const SpaceFolder space(outside, Namespace(many).hex());
+  std::set<std::int64_t> lengths;
+  for (const char* order : {"H L KV N D", "N H L KV D", "L N H KV@64 D", "N H L KV D", "H L KV N D"}) {
+    {
+      StoreEditor editor(outside);
+      Reorderer reorderer(space, order, &editor);
+      for (const ChunkFile& file : files_of(space)) reorderer.reorder(file);
+    }
+    lengths.insert(files_of(space).at(0).length);
+    expect_all(order);
+    EXPECT_TRUE(outside.quarantine().empty()) << order;
+    ASSERT_EQ(files_of(space).size(), 6U) << order;
+  }
+  EXPECT_EQ(lengths.size(), 3U);
+  EXPECT_EQ(store.metrics().counters.at("get_corrupt"), 0U);
 }
 
 // A child does it and ends, as if killed, at one call after the other. Each file is the old or the new one; the next

@@ -74,6 +74,8 @@ class Directory {
 
   /// Asks it about keys, in their order; with `prefix` up to the first that it has not. Whether anything was found.
   bool probe(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix);
+  /// Takes a piece out of the index; the file stays. Whether it was in it.
+  bool forget(const PieceId& id);
   /// An open file and its bytes, or −errno. What is gone, or is no file of ours, is forgotten.
   int open_piece(const PieceId& id, std::int64_t& bytes);
   /// After a read: it is among the last used, here and in the file's times.
@@ -115,7 +117,6 @@ class Directory {
   void probe_direct();
 
   void insert(const PieceId& id, std::int64_t bytes, std::int64_t used, bool read);
-  bool forget(const PieceId& id);
   void drop(Slot slot, bool remember);
   bool is_going(const PieceId& id) const;
   bool settle_one(const Gone& gone);

@@ -397,15 +397,16 @@ void Core::begin_read(Operation& operation) {
     if (!gone) counters_.add(Count::kIoErrors);
     return end_read(operation, gone ? Outcome::kMiss : Outcome::kIoError);
   }
-  // Another length than the index has: cut, or another's. What it holds will be seen; it must fit, and be whole pages.
   if (operation.bytes < kPage || operation.bytes % kPage != 0) return end_read(operation, Outcome::kCorrupt);
-  if (operation.bytes > request.into->bytes()) return end_read(operation, Outcome::kCorrupt);
+  // Another length than the index has: damaged, or in another order (`kvstride store convert`). Whoever asks again, and
+  // for all of it, will see.
+  const std::int64_t needed = request.ranges.empty() ? 0 : request.ranges.back().end;
+  if (operation.bytes > request.into->bytes() || operation.bytes < needed) {
+    directory_.forget(request.id);
+    return end_read(operation, Outcome::kMiss);
+  }
   operation.ranges = request.ranges;
   if (operation.ranges.empty()) operation.ranges = {{0, operation.bytes}};
-  if (operation.ranges.back().end > operation.bytes) {
-    operation.ranges.clear();
-    end_read(operation, Outcome::kCorrupt);
-  }
 }
 
 void Core::begin_write(Operation& operation) {

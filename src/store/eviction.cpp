@@ -17,13 +17,11 @@ bool Directory::free_on_disk(std::int64_t bytes) {
 }
 
 std::optional<Outcome> Directory::take_room(std::int64_t bytes) {
-  int patience = 2;
-  // Each turn frees something, or waits for another process's count, or ends.
+  // Each turn frees something, or ends.
   while (true) {
     const bool disk = free_on_disk(bytes);
     const Ledger::Room room = disk ? ledger_->reserve(bytes) : Ledger::Room::kFull;
     if (room == Ledger::Room::kTaken) return std::nullopt;
-    if (room == Ledger::Room::kBusy && patience-- > 0 && may_change()) continue;
     if (room == Ledger::Room::kBusy) {
       counters_.add(Count::kRefusedBusy);
       return Outcome::kRefused;

@@ -196,7 +196,13 @@ void StoreImpl::finish_get(const std::shared_ptr<Fetch>& fetch) {
         case Outcome::kIoError: fetch->saw_error = true; break;
         case Outcome::kTimeout: fetch->saw_timeout = true; break;
         case Outcome::kRefused: fetch->saw_refusal = true; break;
-        case Outcome::kMiss: count(Tally::kMissVanished); break;
+        case Outcome::kMiss:
+          if (reading.result.bytes > 0 && !fetch->other_length) {
+            fetch->other_length = fetch->everything = again = true;
+            continue;
+          }
+          count(Tally::kMissVanished);
+          break;
       }
       if (reading.result.outcome != Outcome::kOk) {
         refuse();

@@ -42,7 +42,7 @@ struct Piece {
 };
 
 struct ReadResult {
-  Outcome outcome = Outcome::kMiss;
+  Outcome outcome = Outcome::kMiss;  ///< with `bytes`: it is there, but longer or shorter than was known
   BufferPtr image;         ///< with the ranges that were asked for at their places
   std::int64_t bytes = 0;  ///< of the whole image
 };
