@@ -14,6 +14,9 @@ WERROR ?= OFF
 FUZZ_SECONDS ?= 60
 # How long `make test-long` does.
 LONG_FUZZ_SECONDS ?= 300
+# How long `make soak` runs the store's faults, and how long `make test-long` does.
+SOAK_SECONDS ?= 3600
+LONG_SOAK_SECONDS ?= 600
 # One compiler for the wheel and the release build, so that ccache compiles the library once.
 export CXX
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
@@ -84,7 +87,7 @@ $(ENGINE)/.kvstride: dist/.wheel $(ENGINE)/.vllm-$(VLLM_RELEASE)
 
 # --- Tests ----------------------------------------------------------------------------------------------------------
 
-.PHONY: check ctest quick test test-pythons test-long asan tsan fuzz
+.PHONY: check ctest quick test test-pythons test-long asan tsan soak fuzz
 ctest: $(DEV)/.tools
 	@cmake --preset release -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }
 	cmake --build --preset release
@@ -102,18 +105,24 @@ test: ctest $(ENGINE)/.kvstride ## All tests, those on an installed vLLM include
 test-pythons: dist/.wheel ## The wheel and its quick tests on CPython 3.12, 3.13 and 3.14, where PATH or pyenv has them
 	@scripts/pythons.sh $(QUICK_TESTS)
 
-test-long: test test-pythons ## Too long for every day: other CPythons, older vLLMs, more random cases, five minutes of fuzzing a target
+test-long: test test-pythons ## Too long for every day: other CPythons, older vLLMs, more random cases, ten minutes of store faults, five of fuzzing a target
 	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH"
 	python tests/python/old_releases.py
 	for seed in 1 2 3 4 5 6 7 8; do python -m pytest -q --hypothesis-seed=$$seed $(RANDOM_TESTS); done
 	$(MAKE) asan tsan
 	$(MAKE) scalar
+	$(MAKE) soak SOAK_SECONDS=$(LONG_SOAK_SECONDS)
 	$(MAKE) fuzz FUZZ_SECONDS=$(LONG_FUZZ_SECONDS)
 
 asan scalar tsan: $(DEV)/.tools ## The C++ tests with AddressSanitizer and UBSan, without vectors, or with ThreadSanitizer
 	@cmake --preset $@ -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }
 	cmake --build --preset $@
 	ctest --preset $@
+
+soak: $(DEV)/.tools ## The store under faults for SOAK_SECONDS (3600), with other dice each time
+	@cmake --preset release -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }
+	cmake --build --preset release
+	KVSTRIDE_SOAK_SECONDS=$(SOAK_SECONDS) build/release/tests/kvstride_store_tests --gtest_filter='Store[A-Z]*:*/StorePower*'
 
 fuzz: $(DEV)/.tools ## Each libFuzzer target for FUZZ_SECONDS (60)
 	@cmake --preset fuzz -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }

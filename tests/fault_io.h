@@ -85,13 +85,13 @@ enum Targets : unsigned { kLedger = 1, kDraft = 2, kPiece = 4, kFolder = 8, kAny
 struct Fault {
   enum Effect : int {
     kNone,
-    kFail,  ///< −error, and nothing is done
-    kShort, ///< half of a read or write
-    kHang,  ///< nothing happens until the rule is lifted; then the call is made
-    kDone,  ///< it is done, and −error is the answer all the same
-    kZero,  ///< 0 bytes
-    kKill,  ///< SIGKILL to this process, before the call
-    kTear,  ///< half of a write, then SIGKILL
+    kFail,   ///< −error, and nothing is done
+    kShort,  ///< half of a read or write
+    kHang,   ///< nothing happens until the rule is lifted; then the call is made
+    kDone,   ///< it is done, and −error is the answer all the same
+    kZero,   ///< 0 bytes
+    kKill,   ///< SIGKILL to this process, before the call
+    kTear,   ///< half of a write, then SIGKILL
   };
   unsigned calls = kAnyCall;
   unsigned targets = kAnyTarget;
@@ -158,7 +158,10 @@ class FaultIo final : public ForwardIo {
         if (call != kOpen) real();  // its descriptor would be lost
         return -rule->error;
       case Fault::kTear: part(); [[fallthrough]];
-      case Fault::kKill: ::kill(::getpid(), SIGKILL); ::pause(); return -EIO;
+      case Fault::kKill:
+        ::kill(::getpid(), SIGKILL);
+        ::pause();
+        return -EIO;
       case Fault::kHang:
         ++hanging_;
         while (rule->effect == Fault::kHang) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -195,7 +198,8 @@ class FaultIo final : public ForwardIo {
 
   /// Descriptors that are open: of all kinds, or of some.
   int num_open(unsigned targets = kAnyTarget) const {
-    return static_cast<int>(std::count_if(kinds_.begin(), kinds_.end(), [&](const auto& kind) { return (kind & targets) != 0; }));
+    return static_cast<int>(
+        std::count_if(kinds_.begin(), kinds_.end(), [&](const auto& kind) { return (kind & targets) != 0; }));
   }
 
   int open(int at, const char* name, int flags, mode_t mode) override {
@@ -211,12 +215,14 @@ class FaultIo final : public ForwardIo {
     return ForwardIo::close(fd);
   }
   std::int64_t pread(int fd, void* data, std::size_t bytes, std::int64_t offset) override {
-    return around(kRead, kind_of(fd), [&] { return ForwardIo::pread(fd, data, bytes, offset); },
-                  [&] { return ForwardIo::pread(fd, data, half(bytes), offset); });
+    return around(
+        kRead, kind_of(fd), [&] { return ForwardIo::pread(fd, data, bytes, offset); },
+        [&] { return ForwardIo::pread(fd, data, half(bytes), offset); });
   }
   std::int64_t pwrite(int fd, const void* data, std::size_t bytes, std::int64_t offset) override {
-    return around(kWrite, kind_of(fd), [&] { return ForwardIo::pwrite(fd, data, bytes, offset); },
-                  [&] { return ForwardIo::pwrite(fd, data, half(bytes), offset); });
+    return around(
+        kWrite, kind_of(fd), [&] { return ForwardIo::pwrite(fd, data, bytes, offset); },
+        [&] { return ForwardIo::pwrite(fd, data, half(bytes), offset); });
   }
   int fdatasync(int fd) override {
     return around(kSync, kind_of(fd), [&] { return ForwardIo::fdatasync(fd); });

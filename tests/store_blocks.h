@@ -27,7 +27,9 @@ class BlockClient {
  public:
   BlockClient(std::vector<TierPtr> tiers, int space, const std::string& order, std::int64_t first_head = 0,
               std::int64_t num_heads = kModelHeads, std::int64_t block_size = kChunkTokens)
-      : store(std::move(tiers), block_space(space)), space_(space), ratio_(kChunkTokens / block_size),
+      : store(std::move(tiers), block_space(space)),
+        space_(space),
+        ratio_(kChunkTokens / block_size),
         memory_(Layout(order, geometry(num_heads, block_size))) {
     request_.heads = {0, first_head, num_heads};
   }
@@ -57,9 +59,9 @@ class BlockClient {
         std::memcpy(&is, at, sizeof is);
         if (is == right || ++wrong > 1) return;
         ADD_FAILURE() << (ok ? "WRONG BYTES" : "touched, though not ok") << ": namespace " << space_ << " chunk "
-                      << (i < numbers.size() ? numbers[i] : -1) << " plane " << plane << " layer " << index[0] << " token "
-                      << index[2] << " head " << index[3] << " dim " << index[4] << " holds namespace " << (is >> 27)
-                      << " chunk " << (is >> 12 & 0x7fff) << " position " << (is & 0xfff);
+                      << (i < numbers.size() ? numbers[i] : -1) << " plane " << plane << " layer " << index[0]
+                      << " token " << index[2] << " head " << index[3] << " dim " << index[4] << " holds namespace "
+                      << (is >> 27) << " chunk " << (is >> 12 & 0x7fff) << " position " << (is & 0xfff);
       });
     }
     return outcomes;
@@ -90,16 +92,19 @@ class BlockClient {
   }
   std::vector<std::int64_t> blocks(std::size_t chunks) const {
     std::vector<std::int64_t> out;
-    for (std::size_t i = 0; i < chunks * static_cast<std::size_t>(ratio_); ++i) out.push_back(static_cast<std::int64_t>(i));
+    for (std::size_t i = 0; i < chunks * static_cast<std::size_t>(ratio_); ++i)
+      out.push_back(static_cast<std::int64_t>(i));
     return out;
   }
   /// Namespace, chunk and place; heads are the model's.
   std::uint32_t element(int number, std::size_t plane, const Index& at) const {
-    const auto place = (((static_cast<std::int64_t>(plane) * 2 + at[0]) * kChunkTokens + at[2]) * kModelHeads + at[3]) * 8 + at[4];
+    const auto place =
+        (((static_cast<std::int64_t>(plane) * 2 + at[0]) * kChunkTokens + at[2]) * kModelHeads + at[3]) * 8 + at[4];
     return static_cast<std::uint32_t>(space_) << 27 | static_cast<std::uint32_t>(number & 0x7fff) << 12 |
            static_cast<std::uint32_t>(place);
   }
-  /// Calls `use` for each element of the i-th chunk: where it is, its plane, [layer, -, token of the chunk, model's head, dim].
+  /// Calls `use` for each element of the i-th chunk: where it is, its plane, [layer, -, token of the chunk, model's
+  /// head, dim].
   template <typename Use>
   void each(std::size_t chunk, const Use& use) {
     const std::int64_t size = memory_.layout.geometry().block_size;

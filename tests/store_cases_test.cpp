@@ -18,7 +18,9 @@ constexpr std::int64_t kImage = 5 * 4096;
 
 class StoreCases : public testing::Test {
  protected:
-  TierPtr directory(std::int64_t max_bytes = 8 << 20) { return store::make_directory_tier(small_tier(root, max_bytes), io); }
+  TierPtr directory(std::int64_t max_bytes = 8 << 20) {
+    return store::make_directory_tier(small_tier(root, max_bytes), io);
+  }
   Scratch scratch;
   std::string root = scratch.path();
   std::shared_ptr<FaultIo> io = std::make_shared<FaultIo>();
@@ -26,8 +28,8 @@ class StoreCases : public testing::Test {
 
 NamespaceFields fields_like(const Namespace& space) { return space.fields(); }
 
-/// Pages of one layout, read after a restart in another one: a hit, with the bytes where the reader has them. (Where the
-/// layout is neither known nor in the key, equal sizes made such hits wrong.)
+/// Pages of one layout, read after a restart in another one: a hit, with the bytes where the reader has them. (Where
+/// the layout is neither known nor in the key, equal sizes made such hits wrong.)
 TEST_F(StoreCases, C16AnotherLayoutAfterARestart) {
   const std::vector<const char*> orders{"KV B N H D", "KV B H N D", "B N H KV D", "B H N KV D", "L B H N KV D"};
   for (std::size_t i = 0; i < orders.size(); ++i) {
@@ -48,7 +50,8 @@ TEST_F(StoreCases, C17TwoKindsOf16BitsInOneFolder) {
   };
   Store half({tier}, with(DType::kF16));
   Store brain({tier}, with(DType::kBF16));
-  Geometry sizes{.num_layers = 2, .num_blocks = 4, .block_size = kChunkTokens, .num_kv_heads = kModelHeads, .head_size = 8};
+  Geometry sizes{
+      .num_layers = 2, .num_blocks = 4, .block_size = kChunkTokens, .num_kv_heads = kModelHeads, .head_size = 8};
   sizes.dtype = DType::kF16;
   Memory halves(Layout("KV B N H D", sizes), 1);
   sizes.dtype = DType::kBF16;
@@ -144,9 +147,11 @@ TEST_F(StoreCases, C68NoBytesAreEverRun) {
   std::string why;
   EXPECT_FALSE(store::parse_header(std::as_bytes(std::span(pickle)), &why));
   EXPECT_EQ(why, "not a chunk file");
-  const std::regex runs(R"(\b(pickle|cPickle|dill|joblib|marshal|shelve)\.(load|loads|Unpickler)\b|\btorch\.load\b|\beval\(|\bexec\()");
+  const std::regex runs(
+      R"(\b(pickle|cPickle|dill|joblib|marshal|shelve)\.(load|loads|Unpickler)\b|\btorch\.load\b|\beval\(|\bexec\()");
   int files = 0;
-  for (const auto& entry : fs::recursive_directory_iterator(std::string(KVSTRIDE_TEST_DATA) + "/../../python/kvstride")) {
+  for (const auto& entry :
+       fs::recursive_directory_iterator(std::string(KVSTRIDE_TEST_DATA) + "/../../python/kvstride")) {
     if (entry.path().extension() != ".py") continue;
     ++files;
     const std::string text = read_file(entry.path());
@@ -190,7 +195,8 @@ TEST_F(StoreCases, C72EachGroupHasItsOwnPrefix) {
     groups.push_back(std::make_unique<Store>(std::vector<TierPtr>{tier}, Namespace(fields)));
     const auto count = static_cast<std::size_t>(stored[group]);
     const std::vector<std::span<const std::byte>> from(count, chunk);
-    ASSERT_EQ(Outcomes(groups[group]->put_bytes(keys_of(range(0, stored[group])), from).wait()), all(Outcome::kOk, count));
+    ASSERT_EQ(Outcomes(groups[group]->put_bytes(keys_of(range(0, stored[group])), from).wait()),
+              all(Outcome::kOk, count));
   }
   for (std::size_t group = 0; group < stored.size(); ++group) {
     const std::int64_t prefix = groups[group]->lookup_prefix(keys_of(range(0, 8)));
@@ -221,8 +227,8 @@ TEST_F(StoreCases, C73EqualSizesAreNotEqualFormats) {
   // Sealed with the right key and namespace, sound checksums, but "rotated" elements: never an answer.
   BlockClient client({tier}, 0, "KV B N H D");
   ASSERT_EQ(client.put({1}), all(Outcome::kOk, 1));
-  const std::string path = root + "/" + block_space(0).hex() + "/" + store::file_name(key_of(1), {0, 8}).substr(0, 1) + "/" +
-                           store::file_name(key_of(1), {0, 8});
+  const std::string path = root + "/" + block_space(0).hex() + "/" + store::file_name(key_of(1), {0, 8}).substr(0, 1) +
+                           "/" + store::file_name(key_of(1), {0, 8});
   const std::string sound = read_file(path);
   const auto header = store::parse_header(std::as_bytes(std::span(sound)));
   ASSERT_TRUE(header);
@@ -348,7 +354,8 @@ TEST_F(StoreCases, C80TheFirstPagesAreMissing) {
 TEST_F(StoreCases, C82ScatteredBlocksAndSplitRows) {
   const TierPtr tier = directory();
   Store store({tier}, block_space(0));
-  Geometry sizes{.num_layers = 2, .num_blocks = 6, .block_size = kChunkTokens, .num_kv_heads = kModelHeads, .head_size = 8};
+  Geometry sizes{
+      .num_layers = 2, .num_blocks = 6, .block_size = kChunkTokens, .num_kv_heads = kModelHeads, .head_size = 8};
   sizes.dtype = DType::kI32;
   Memory src(Layout("KV B N H D", sizes), 1);
   Memory dst(Layout("B H N KV D", sizes), 2);
@@ -450,7 +457,8 @@ TEST_F(StoreCases, C90LoadedAfterTheReaderIsDone) {
   const std::vector<std::span<std::byte>> to{block};
   const Job job = client.store.get_bytes(keys_of({1}), to, options);
   for (int i = 0; i < 20; ++i) {
-    EXPECT_EQ(std::count(block.begin(), block.end(), std::byte{7}), static_cast<std::ptrdiff_t>(kBytes)) << "overwritten";
+    EXPECT_EQ(std::count(block.begin(), block.end(), std::byte{7}), static_cast<std::ptrdiff_t>(kBytes))
+        << "overwritten";
     EXPECT_FALSE(job.done());
     std::this_thread::sleep_for(1ms);
   }
@@ -464,11 +472,13 @@ TEST_F(StoreCases, C91ListsAndBuffersOfTheCaller) {
   BlockClient other({tier}, 0, "KV B N H D");
   ASSERT_EQ(other.put({1, 2, 3}), all(Outcome::kOk, 3));
   Store store({tier}, block_space(0));
-  Geometry sizes{.num_layers = 2, .num_blocks = 6, .block_size = kChunkTokens, .num_kv_heads = kModelHeads, .head_size = 8};
+  Geometry sizes{
+      .num_layers = 2, .num_blocks = 6, .block_size = kChunkTokens, .num_kv_heads = kModelHeads, .head_size = 8};
   sizes.dtype = DType::kI32;
   Memory straight(Layout("KV B N H D", sizes));
   Memory changed(Layout("KV B N H D", sizes));
-  ASSERT_EQ(Outcomes(store.get(keys_of({1, 2}), straight.cache(), std::vector<std::int64_t>{1, 2}).wait()), all(Outcome::kOk, 2));
+  ASSERT_EQ(Outcomes(store.get(keys_of({1, 2}), straight.cache(), std::vector<std::int64_t>{1, 2}).wait()),
+            all(Outcome::kOk, 2));
   std::atomic<bool> go{false};
   RequestOptions options;
   options.after = [&] { return go.load(); };
@@ -516,9 +526,8 @@ TEST_F(StoreCases, C93AFullQueueRefusesAtOnce) {
     slowest = std::max<std::chrono::nanoseconds>(slowest, SteadyClock::now() - begin);
   }
   EXPECT_LT(slowest, 100ms) << "10 ms on a machine that does nothing else";
-  const auto refused = std::count_if(jobs.begin(), jobs.end(), [](const Job& job) {
-    return job.done() && job.wait()[0] == Outcome::kRefused;
-  });
+  const auto refused = std::count_if(jobs.begin(), jobs.end(),
+                                     [](const Job& job) { return job.done() && job.wait()[0] == Outcome::kRefused; });
   EXPECT_GE(refused, 90) << "more than the queue takes";
   go = true;
   int ok = 0;

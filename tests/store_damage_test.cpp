@@ -29,7 +29,8 @@ class StoreDamage : public testing::Test {
   void expect_set_aside(int number, const std::string& what) {
     const auto first = client->get({number});
     EXPECT_NE(first[0], Outcome::kOk) << what;
-    EXPECT_TRUE(soon([&] { return !fs::is_regular_file(fs::symlink_status(piece(number))); })) << what << ": still in place";
+    EXPECT_TRUE(soon([&] { return !fs::is_regular_file(fs::symlink_status(piece(number))); }))
+        << what << ": still in place";
     EXPECT_EQ(client->get({number}), all(Outcome::kMiss, 1)) << what;
     EXPECT_EQ(client->lookup({number}), std::vector<bool>{false}) << what;
     EXPECT_EQ(client->put({number}), all(Outcome::kOk, 1)) << what;
@@ -91,8 +92,9 @@ TEST_F(StoreDamage, RandomFlipsAnywhere) {
 
 TEST_F(StoreDamage, CutAndExtended) {
   const std::int64_t whole = 5 * 4096;
-  for (const std::int64_t size : {std::int64_t{0}, std::int64_t{1}, std::int64_t{4095}, std::int64_t{4096}, std::int64_t{4097},
-                                  std::int64_t{8192}, whole - 4096, whole - 1, whole + 1, whole + 4096, whole * 100}) {
+  for (const std::int64_t size :
+       {std::int64_t{0}, std::int64_t{1}, std::int64_t{4095}, std::int64_t{4096}, std::int64_t{4097},
+        std::int64_t{8192}, whole - 4096, whole - 1, whole + 1, whole + 4096, whole * 100}) {
     for (const bool restarted : {false, true}) {
       reopen();
       ASSERT_EQ(client->put({1}), all(Outcome::kOk, 1));
@@ -238,7 +240,8 @@ TEST_F(StoreDamage, ForeignFilesAreLeftAlone) {
   write_file(piece(1), "damaged");
   client->get({1});
   EXPECT_EQ(count(client->put(range(100, 600)), Outcome::kOk), 600) << "eviction";
-  for (const char* kept : {"/notes.txt", "/quarantine/ab/keep", "/tmp/keep.txt"}) EXPECT_EQ(read_file(root + kept), "mine");
+  for (const char* kept : {"/notes.txt", "/quarantine/ab/keep", "/tmp/keep.txt"})
+    EXPECT_EQ(read_file(root + kept), "mine");
   EXPECT_EQ(read_file(space + "/README"), "mine");
   EXPECT_TRUE(fs::is_symlink(root + "/" + std::string(64, 'c')));
 }

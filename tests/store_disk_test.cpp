@@ -25,7 +25,8 @@ class StoreDisk : public testing::Test {
   /// In a child with mounts of its own, which go with it; 77 where this process may not mount.
   void with_mounts(const std::function<int()>& work) {
     const int code = in_child([&] {
-      if (::unshare(CLONE_NEWNS) != 0 || ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0) return kNoRights;
+      if (::unshare(CLONE_NEWNS) != 0 || ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0)
+        return kNoRights;
       const int answer = work();
       return testing::Test::HasFailure() ? 7 : answer;
     });
@@ -34,7 +35,8 @@ class StoreDisk : public testing::Test {
   }
   void as_nobody(const std::function<void()>& work) {
     constexpr uid_t kNobody = 65534;
-    if (::geteuid() == 0 && ::chown(scratch.path("").c_str(), kNobody, kNobody) != 0) GTEST_SKIP() << "chown is refused";
+    if (::geteuid() == 0 && ::chown(scratch.path("").c_str(), kNobody, kNobody) != 0)
+      GTEST_SKIP() << "chown is refused";
     const int code = in_child([&] {
       if (::geteuid() == 0 && (::setgid(kNobody) != 0 || ::setuid(kNobody) != 0)) return kNoRights;
       work();
@@ -120,7 +122,8 @@ TEST_F(StoreDisk, AFrozenFileSystem) {
     const std::string disk = scratch.path("disk");
     fs::create_directory(disk);
     const std::string image = scratch.path("image");
-    const std::string make = "truncate -s 64M " + image + " && mkfs.ext4 -q " + image + " && mount -o loop " + image + " " + disk;
+    const std::string make =
+        "truncate -s 64M " + image + " && mkfs.ext4 -q " + image + " && mount -o loop " + image + " " + disk;
     if (std::system(("(" + make + ") 2>/dev/null").c_str()) != 0) return kNoRights;
     const int handle = ::open(disk.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     // Whatever becomes of this process, the file system thaws.
@@ -214,6 +217,11 @@ TEST_F(StoreDisk, RightsTakenAway) {
 }
 
 TEST_F(StoreDisk, NoMoreDescriptors) {
+#if defined(__has_feature)
+#if __has_feature(undefined_behavior_sanitizer)
+  GTEST_SKIP() << "the sanitizer needs descriptors itself";
+#endif
+#endif
   const int code = in_child([&] {
     const auto io = std::make_shared<FaultIo>();
     const TierPtr tier = store::make_directory_tier(small_tier(root), io);
@@ -292,7 +300,8 @@ TEST_F(StoreDisk, ALowerLimitAfterARestart) {
   ASSERT_GE(look(root).bytes, 100 * kImage);
   const TierPtr tier = directory_tier(small_tier(root, 30 * kImage));
   Client client({tier});
-  EXPECT_TRUE(soon([&] { return look(root).bytes <= 30 * kImage; }, 3000ms)) << look(root).bytes / kImage << " of 30 chunks";
+  EXPECT_TRUE(soon([&] { return look(root).bytes <= 30 * kImage; }, 3000ms))
+      << look(root).bytes / kImage << " of 30 chunks";
   EXPECT_EQ(client.put(range(200, 10)), all(Outcome::kOk, 10));
   EXPECT_LE(look(root).bytes, 30 * kImage);
   expect_at_rest(root, tier);
@@ -302,8 +311,9 @@ TEST_F(StoreDisk, NamesOfModels) {
   const TierPtr tier = directory_tier(small_tier(root));
   NamespaceFields fields = raw_space(0).fields();
   std::vector<std::string> seen;
-  for (const std::string& model : {std::string("../../etc/passwd"), std::string("a/b@c"), std::string(".."), std::string("a\0b", 3),
-                                   std::string("a\nb=c"), std::string("%2e%2e"), std::string(4000, 'x'), std::string("/")}) {
+  for (const std::string& model :
+       {std::string("../../etc/passwd"), std::string("a/b@c"), std::string(".."), std::string("a\0b", 3),
+        std::string("a\nb=c"), std::string("%2e%2e"), std::string(4000, 'x'), std::string("/")}) {
     fields.model = model;
     Store store({tier}, Namespace(fields));
     const std::vector<std::byte> chunk = chunk_of(0, 1, 5000);
@@ -321,7 +331,9 @@ TEST_F(StoreDisk, NamesOfModels) {
   EXPECT_EQ(look(root).pieces.size(), seen.size());
   for (const auto& entry : fs::recursive_directory_iterator(root)) {
     const std::string leaf = entry.path().filename();
-    EXPECT_TRUE(leaf == "ledger" || leaf == "tmp" || leaf == "quarantine" || std::regex_match(leaf, std::regex("[0-9a-f]+"))) << leaf;
+    EXPECT_TRUE(leaf == "ledger" || leaf == "tmp" || leaf == "quarantine" ||
+                std::regex_match(leaf, std::regex("[0-9a-f]+")))
+        << leaf;
   }
 }
 

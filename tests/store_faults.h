@@ -165,7 +165,8 @@ inline void expect_at_rest(const std::string& root, const TierPtr& tier, const F
                     << disk.temporaries.size() << " temporaries";
   EXPECT_LE(disk.bytes, tier->metrics().capacity_bytes);
   if (io != nullptr) {
-    EXPECT_TRUE(soon([&] { return io->num_open(kDraft | kPiece) == 0; })) << io->num_open(kDraft | kPiece) << " files are open";
+    EXPECT_TRUE(soon([&] { return io->num_open(kDraft | kPiece) == 0; }))
+        << io->num_open(kDraft | kPiece) << " files are open";
   }
   EXPECT_TRUE(soon([&] { return tier->buffer(tier->largest()) != nullptr; })) << "staging memory is not back";
 }

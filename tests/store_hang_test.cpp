@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A disk that hangs: requests end at their deadlines, the rest goes on, memory is not reused, and there is an end to it.
+// A disk that hangs: requests end at their deadlines, the rest goes on, memory is not reused, and there is an end to
+// it.
 #include <set>
 
 #include "store_faults.h"
@@ -65,7 +66,8 @@ TEST_F(StoreHang, C92AReadThatHangsEndsAtItsDeadline) {
 TEST_F(StoreHang, AllOfTheDiskHangs) {
   open();
   ASSERT_EQ(client->put(range(0, 50)), all(Outcome::kOk, 50));
-  for (const Fault& fault : {Fault{.targets = kPiece | kDraft, .effect = Fault::kHang}, Fault{.effect = Fault::kHang}}) {
+  for (const Fault& fault :
+       {Fault{.targets = kPiece | kDraft, .effect = Fault::kHang}, Fault{.effect = Fault::kHang}}) {
     io->set(fault);
     EXPECT_EQ(count(bounded([&] { return client->get(range(0, 50)); }), Outcome::kOk), 0);
     for (int i = 0; i < 3; ++i) {

@@ -60,7 +60,8 @@ class Life {
     store.promote = random_() % 3 != 0;
     for (int space = 0; space < kSpaces; ++space) {
       raw_.push_back(std::make_unique<Client>(tiers_, space, 3 * 4096 + 100, store));
-      const std::vector<const char*> orders{"KV B N H D", "B H N KV D", "L B H N KV D", "key: B N H D | value: B H D N"};
+      const std::vector<const char*> orders{"KV B N H D", "B H N KV D", "L B H N KV D",
+                                            "key: B N H D | value: B H D N"};
       for (const auto& [first, num] : {std::pair{0, 8}, {0, 4}, {4, 4}, {3, 2}}) {
         const std::int64_t size = random_() % 2 == 0 ? kChunkTokens : kChunkTokens / 2;
         parts_[static_cast<std::size_t>(space)].push_back(
@@ -130,11 +131,13 @@ class Life {
     BlockClient& client = part(at);
     const std::vector<int> numbers = some();
     const auto each = [&](int number, const auto& use) {
-      for (std::int64_t head = 0; head < client.num_heads(); ++head) use(book_.heads[at][number][client.first_head() + head]);
+      for (std::int64_t head = 0; head < client.num_heads(); ++head)
+        use(book_.heads[at][number][client.first_head() + head]);
     };
     for (const int number : numbers) each(number, [&](State& state) { begin(state); });
     const Outcomes put = client.put(numbers);
-    const store::Heads heads{static_cast<std::uint16_t>(client.first_head()), static_cast<std::uint16_t>(client.num_heads())};
+    const store::Heads heads{static_cast<std::uint16_t>(client.first_head()),
+                             static_cast<std::uint16_t>(client.num_heads())};
     for (std::size_t i = 0; i < put.size(); ++i) {
       const bool there = on_disk(block_space(at), numbers[i], heads);
       if (put[i] == Outcome::kOk) each(numbers[i], [&](State& state) { done(state, there); });
@@ -154,7 +157,8 @@ class Life {
     const std::vector<int> numbers = some();
     const Outcomes got = raw_[static_cast<std::size_t>(at)]->get(numbers);
     asked_get_ += numbers.size();
-    for (std::size_t i = 0; i < got.size(); ++i) expect_outcome(got[i], book_.raw[at][numbers[i]], "raw", at, numbers[i]);
+    for (std::size_t i = 0; i < got.size(); ++i)
+      expect_outcome(got[i], book_.raw[at][numbers[i]], "raw", at, numbers[i]);
   }
   void get_heads() {
     const int at = space();
@@ -166,12 +170,16 @@ class Life {
     }
   }
   void expect_allowed(Outcome put) const {
-    EXPECT_TRUE(put == Outcome::kOk || put == Outcome::kRefused || (window_ > 0 && put == Outcome::kIoError)) << name_of(put);
+    EXPECT_TRUE(put == Outcome::kOk || put == Outcome::kRefused || (window_ > 0 && put == Outcome::kIoError))
+        << name_of(put);
   }
   void expect_outcome(Outcome got, State state, const char* kind, int at, int number) {
-    const auto what = [&] { return std::string(kind) + " space " + std::to_string(at) + " chunk " + std::to_string(number); };
+    const auto what = [&] {
+      return std::string(kind) + " space " + std::to_string(at) + " chunk " + std::to_string(number);
+    };
     if (state == kAbsent) {
-      EXPECT_TRUE(got == Outcome::kMiss || window_ > 0) << what() << " is " << name_of(got) << ", and was never put or was removed";
+      EXPECT_TRUE(got == Outcome::kMiss || window_ > 0)
+          << what() << " is " << name_of(got) << ", and was never put or was removed";
       EXPECT_NE(got, Outcome::kOk) << what() << " was never put, or removed";
       ++book_.checked;
     } else if (is_sure(state) && window_ == 0) {
@@ -220,7 +228,8 @@ class Life {
     raw ? raw_[static_cast<std::size_t>(at)]->remove(numbers) : part(at).store.remove(keys_of(numbers));
     // A fault may keep the file, and so may a crash before it is gone.
     const Namespace space = raw ? raw_space(at) : block_space(at);
-    if (window_ == 0 && soon([&] { return !on_disk(space, numbers[0]); }, 1000ms)) each([](State& state) { state = kAbsent; });
+    if (window_ == 0 && soon([&] { return !on_disk(space, numbers[0]); }, 1000ms))
+      each([](State& state) { state = kAbsent; });
   }
   /// Whether there is a file of a chunk, or of some heads of it.
   bool on_disk(const Namespace& space, int number, std::optional<store::Heads> heads = std::nullopt) const {
@@ -272,9 +281,7 @@ class Life {
       case 0: fs::remove(path); break;
       case 1: write_file(path, bytes.substr(0, random_() % bytes.size())); break;
       case 2: write_file(path, read_file(pieces[random_() % pieces.size()])); break;
-      default:
-        bytes[random_() % bytes.size()] ^= static_cast<char>(1 << random_() % 8);
-        write_file(path, bytes);
+      default: bytes[random_() % bytes.size()] ^= static_cast<char>(1 << random_() % 8); write_file(path, bytes);
     }
   }
   static void begin_spoil(State& state) { state = state == kAbsent ? kAbsent : kSpoiled; }
@@ -336,8 +343,8 @@ TEST(StoreModel, RandomLives) {
     });
     ++lives;
     killed += code == -1 ? 1 : 0;
-    ASSERT_TRUE(code == 0 || (kill && code == -1))
-        << "life " << lives << " of KVSTRIDE_SEED=" << seed() << " (" << (roomy ? "roomy" : "small") << (with_host ? ", host" : "") << ")";
+    ASSERT_TRUE(code == 0 || (kill && code == -1)) << "life " << lives << " of KVSTRIDE_SEED=" << seed() << " ("
+                                                   << (roomy ? "roomy" : "small") << (with_host ? ", host" : "") << ")";
   }
   RecordProperty("lives", lives);
   RecordProperty("killed", killed);

@@ -107,7 +107,8 @@ enum class Disk {
 };
 
 /// The directory after a power cut behind the first `steps` steps.
-void materialise(const std::vector<Step>& steps, std::size_t cut, Disk disk, std::mt19937_64& random, const std::string& root) {
+void materialise(const std::vector<Step>& steps, std::size_t cut, Disk disk, std::mt19937_64& random,
+                 const std::string& root) {
   const auto chance = [&](int percent) { return static_cast<int>(random() % 100) < percent; };
   std::map<int, std::size_t> synced;  // file → step
   std::size_t last_sync = 0;

@@ -84,9 +84,11 @@ TEST_F(StoreProcesses, EvictedAndRemovedUnderReaders) {
     while (SteadyClock::now() < end) {
       const std::vector<int> numbers = range(static_cast<int>(random() % 60), 5);
       if (process < 2) {
-        for (const Outcome put : client.put(numbers)) EXPECT_TRUE(put == Outcome::kOk || put == Outcome::kRefused) << name_of(put);
+        for (const Outcome put : client.put(numbers))
+          EXPECT_TRUE(put == Outcome::kOk || put == Outcome::kRefused) << name_of(put);
       }
-      for (const Outcome got : client.get(numbers)) EXPECT_TRUE(got == Outcome::kOk || got == Outcome::kMiss) << name_of(got);
+      for (const Outcome got : client.get(numbers))
+        EXPECT_TRUE(got == Outcome::kOk || got == Outcome::kMiss) << name_of(got);
       if (process == 3) client.remove({numbers[0]});
     }
     EXPECT_EQ(client.counter("get_corrupt"), 0U);
@@ -128,7 +130,8 @@ TEST_F(StoreProcesses, TheLimitHoldsAtAllTimes) {
         Client client({directory_tier(options(limit))});
         std::mt19937_64 random(seed() + static_cast<std::uint64_t>(process));
         while (SteadyClock::now() < end) {
-          client.put(range(static_cast<int>(random() % 1000), 4));  // no gets: what is removed while it is read takes room
+          client.put(
+              range(static_cast<int>(random() % 1000), 4));  // no gets: what is removed while it is read takes room
         }
         return client.counter("put_ok") > 20 && !testing::Test::HasFailure() ? 0 : 7;
       }));

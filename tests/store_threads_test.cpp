@@ -74,7 +74,8 @@ TEST_F(StoreThreads, AllVerbsAtOnce) {
     EXPECT_GT(ok, 100U);
     for (int space = 0; space < 2; ++space) clients[static_cast<std::size_t>(space) * 2]->remove(range(0, 100));
   }
-  EXPECT_TRUE(soon([&] { return host->metrics().used_bytes == 0; })) << host->metrics().used_bytes << " bytes of memory are lost";
+  EXPECT_TRUE(soon([&] { return host->metrics().used_bytes == 0; }))
+      << host->metrics().used_bytes << " bytes of memory are lost";
   EXPECT_EQ(host->metrics().chunks, 0);
   expect_at_rest(root, disk);
 }
@@ -118,9 +119,13 @@ TEST_F(StoreThreads, ClosingInTheMiddle) {
           for (const int number : numbers) chunks.push_back(chunk_of(0, number, kBytes));
           RequestOptions options;
           options.deadline = std::chrono::milliseconds(random() % 20);
-          const Job job = random() % 2 == 0
-                              ? client->store.put_bytes(keys_of(numbers), std::vector<std::span<const std::byte>>(chunks.begin(), chunks.end()), options)
-                              : client->store.get_bytes(keys_of(numbers), std::vector<std::span<std::byte>>(chunks.begin(), chunks.end()), options);
+          const Job job =
+              random() % 2 == 0
+                  ? client->store.put_bytes(keys_of(numbers),
+                                            std::vector<std::span<const std::byte>>(chunks.begin(), chunks.end()),
+                                            options)
+                  : client->store.get_bytes(keys_of(numbers),
+                                            std::vector<std::span<std::byte>>(chunks.begin(), chunks.end()), options);
           asked += numbers.size();
           if (random() % 3 == 0) job.cancel();
           EXPECT_TRUE(job.wait_for(10s)) << "a chunk never ended";
