@@ -69,12 +69,12 @@ class Program {
   template <class Sink>
   void walk(const Sink& sink) const {
     for (const Bound& one : bound_) {
-      plan::walk(*one.nest, one.entries, Part{},
-                 [&](Side src, Side dst, const Loop* loops, std::size_t num, const Strand& strand, std::int64_t run,
-                     std::int64_t) {
-                   sink(Side{src.tensor, src.byte + shift_}, Side{dst.tensor, dst.byte + dst_shift_}, loops, num, strand,
-                        run);
-                 });
+      plan::walk(
+          *one.nest, one.entries, Part{},
+          [&](Side src, Side dst, const Loop* loops, std::size_t num, const Strand& strand, std::int64_t run,
+              std::int64_t) {
+            sink(Side{src.tensor, src.byte + shift_}, Side{dst.tensor, dst.byte + dst_shift_}, loops, num, strand, run);
+          });
     }
   }
 

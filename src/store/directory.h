@@ -158,7 +158,7 @@ class Directory {
   std::vector<std::unique_ptr<Space>> spaces_;
   std::vector<Gone> going_;
   std::vector<Draft> left_;  ///< drafts that could not be removed
-  std::mutex going_mutex_;  ///< held while one of going_ is settled
+  std::mutex going_mutex_;   ///< held while one of going_ is settled
   std::mutex splits_mutex_;
   std::mutex evict_mutex_;
 };

@@ -43,8 +43,8 @@ struct Piece {
 
 struct ReadResult {
   Outcome outcome = Outcome::kMiss;  ///< with `bytes`: it is there, but longer or shorter than was known
-  BufferPtr image;         ///< with the ranges that were asked for at their places
-  std::int64_t bytes = 0;  ///< of the whole image
+  BufferPtr image;                   ///< with the ranges that were asked for at their places
+  std::int64_t bytes = 0;            ///< of the whole image
 };
 struct ReadRequest {
   PieceId id;
