@@ -15,7 +15,6 @@ from .store import Store
 
 try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-    from prometheus_client.registry import Collector
 except ImportError as error:  # pragma: no cover
     raise EngineError("kvstride.prometheus: prometheus_client is not installed") from error
 
@@ -23,7 +22,7 @@ except ImportError as error:  # pragma: no cover
 EDGES = [2.0**i * 1e-6 for i in range(27)]
 
 
-class StoreCollector(Collector):
+class StoreCollector:
     """Collects one or several stores, told apart by the label `store`.
 
     kvstride_store_requests_total{store, verb, outcome}, kvstride_store_misses_total{store, reason},
