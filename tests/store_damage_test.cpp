@@ -83,7 +83,8 @@ TEST_F(StoreDamage, RandomFlipsAnywhere) {
     }
     const Outcomes got = client->get(numbers);
     for (const int number : numbers) {
-      ASSERT_EQ(got[static_cast<std::size_t>(number)], hit.count(number) != 0 ? Outcome::kCorrupt : Outcome::kOk);
+      ASSERT_EQ(got[static_cast<std::size_t>(number)], hit.count(number) != 0 ? Outcome::kCorrupt : Outcome::kOk)
+          << "round " << round << " chunk " << number << ": " << told(tier);
     }
     ASSERT_TRUE(soon([&] { return look(root).pieces.size() == numbers.size() - hit.size(); }));
   }

@@ -141,13 +141,17 @@ bool Directory::forget(const PieceId& id) {
   return slot != kNoSlot;
 }
 
-/// `used` in seconds. Nothing where it is known, or about to go.
-void Directory::insert(const PieceId& id, std::int64_t bytes, std::int64_t used, bool read) {
+/// `used` in seconds. Whether it is known now: not where it is about to go, or where something has gone since
+/// num_gone() was `seen`, which may be this.
+bool Directory::insert(const PieceId& id, std::int64_t bytes, std::int64_t used, bool read,
+                       std::optional<std::uint64_t> seen) {
   const std::lock_guard lock(mutex_);
-  if (index_.find(id) != kNoSlot || is_going(id)) return;
+  if (index_.find(id) != kNoSlot) return true;
+  if (is_going(id) || (seen && *seen != num_gone_)) return false;
   index_.insert(
       id, {static_cast<std::uint64_t>(std::max<std::int64_t>(used, 0)), static_cast<std::uint32_t>(bytes / kPage)},
       read);
+  return true;
 }
 
 /// The lock must be held.
@@ -155,6 +159,19 @@ bool Directory::is_going(const PieceId& id) const {
   return std::any_of(going_.begin(), going_.end(), [&](const Gone& gone) {
     return gone.id.space == id.space && gone.id.heads == id.heads && gone.id.key == id.key;
   });
+}
+
+void Directory::done_going(const PieceId& id) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(going_, [&](const Gone& gone) {
+    return gone.id.space == id.space && gone.id.heads == id.heads && gone.id.key == id.key;
+  });
+  ++num_gone_;
+}
+
+std::uint64_t Directory::num_gone() const {
+  const std::lock_guard lock(mutex_);
+  return num_gone_;
 }
 
 void Directory::let_go(const PieceId& id, Going why) {
@@ -245,20 +262,26 @@ bool Directory::probe(std::uint32_t space, std::span<const Key> keys, Heads head
         continue;
       }
       const Folder folder = shard(id, false);
-      struct stat stat;
       if (folder.fd() < 0) continue;
-      if (retry([&] { return io_->stat_at(folder.fd(), file_name(key, split).c_str(), stat); }) < 0) continue;
-      if (!S_ISREG(stat.st_mode) || !folders_.ours(stat)) {
-        counters_.add(Count::kForeign);
-        continue;
+      bool known = false;
+      constexpr int kMostLooks = 4;  // others of this process go all the time
+      for (int look = 0; look < kMostLooks && !known; ++look) {
+        const std::uint64_t seen = num_gone();
+        struct stat stat;
+        if (retry([&] { return io_->stat_at(folder.fd(), file_name(key, split).c_str(), stat); }) < 0) break;
+        if (!S_ISREG(stat.st_mode) || !folders_.ours(stat)) {
+          counters_.add(Count::kForeign);
+          break;
+        }
+        if (!sound_length(stat.st_size)) {
+          let_go(id, Going::kDamaged);
+          settle(id);
+          break;
+        }
+        known = insert(id, stat.st_size, stat.st_atim.tv_sec, false, seen);
       }
-      if (!sound_length(stat.st_size)) {
-        let_go(id, Going::kDamaged);
-        settle(id);
-        continue;
-      }
-      here = found = true;
-      insert(id, stat.st_size, stat.st_atim.tv_sec, false);
+      here = here || known;
+      found = found || known;
     }
     if (!here && prefix) break;
   }
@@ -474,6 +497,10 @@ bool Directory::settle_one(const Gone& gone) {
 }
 
 void Directory::settle(const PieceId& id) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!is_going(id)) return;
+  }
   const std::lock_guard one_at_a_time(going_mutex_);
   std::optional<Gone> found;
   {
@@ -483,11 +510,7 @@ void Directory::settle(const PieceId& id) {
       return gone.id.space == id.space && gone.id.heads == id.heads && gone.id.key == id.key;
     });
   }
-  if (!settle_one(*found)) return;  // while another process counts: later
-  const std::lock_guard lock(mutex_);
-  std::erase_if(going_, [&](const Gone& gone) {
-    return gone.id.space == id.space && gone.id.heads == id.heads && gone.id.key == id.key;
-  });
+  if (settle_one(*found)) done_going(id);  // else another process counts: later
 }
 
 void Directory::settle_all() {

@@ -116,9 +116,12 @@ class Directory {
   int mark_split(std::uint32_t space, Heads heads);
   void probe_direct();
 
-  void insert(const PieceId& id, std::int64_t bytes, std::int64_t used, bool read);
+  bool insert(const PieceId& id, std::int64_t bytes, std::int64_t used, bool read,
+              std::optional<std::uint64_t> seen = std::nullopt);
   void drop(Slot slot, bool remember);
   bool is_going(const PieceId& id) const;
+  void done_going(const PieceId& id);
+  std::uint64_t num_gone() const;
   bool settle_one(const Gone& gone);
   int unlink_piece(const PieceId& id, std::int64_t& bytes);
   bool may_change();
@@ -128,7 +131,7 @@ class Directory {
   /// Bytes that came free; 0: nothing can be evicted.
   std::int64_t evict_one();
   std::int64_t drop_quarantined();
-  bool used_elsewhere(const PieceId& id, std::int64_t last_use);
+  std::optional<std::int64_t> used_elsewhere(const PieceId& id, std::int64_t last_use);
 
   void scan(Scan& out);
   void scan_space(std::uint32_t number, Scan& out);
@@ -157,6 +160,7 @@ class Directory {
   std::vector<std::uint32_t> generations_;  ///< by slot; empty until something is pinned
   std::vector<std::unique_ptr<Space>> spaces_;
   std::vector<Gone> going_;
+  std::uint64_t num_gone_ = 0;  ///< files that were in going_, and are no longer
   std::vector<Draft> left_;  ///< drafts that could not be removed
   std::mutex going_mutex_;   ///< held while one of going_ is settled
   std::mutex splits_mutex_;

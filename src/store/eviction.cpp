@@ -75,14 +75,13 @@ std::int64_t Directory::drop_quarantined() {
   return 0;
 }
 
-/// Whether another process has used a file since this one last knew; it then counts as used here too.
-bool Directory::used_elsewhere(const PieceId& id, std::int64_t last_use) {
+/// When another process has used a file since this one last knew.
+std::optional<std::int64_t> Directory::used_elsewhere(const PieceId& id, std::int64_t last_use) {
   const Folder folder = shard(id, false);
   struct stat stat;
-  if (folder.fd() < 0 || io_->stat_at(folder.fd(), file_name(id.key, id.heads).c_str(), stat) < 0) return false;
-  if (stat.st_atim.tv_sec <= last_use + 1 || stat.st_atim.tv_sec <= stat.st_mtim.tv_sec) return false;
-  insert(id, whole_pages(stat.st_size), stat.st_atim.tv_sec, true);
-  return true;
+  if (folder.fd() < 0 || io_->stat_at(folder.fd(), file_name(id.key, id.heads).c_str(), stat) < 0) return std::nullopt;
+  if (stat.st_atim.tv_sec <= last_use + 1 || stat.st_atim.tv_sec <= stat.st_mtim.tv_sec) return std::nullopt;
+  return stat.st_atim.tv_sec;
 }
 
 std::int64_t Directory::evict_one() {
@@ -99,6 +98,8 @@ std::int64_t Directory::evict_one() {
     bool unread = false;
     std::int64_t last_use = 0;
     std::int64_t bytes = 0;
+    // While it goes it is in going_: nobody finds its file again, or takes it for one that another process wrote.
+    std::unique_lock settling(going_mutex_);
     {
       const std::lock_guard lock(mutex_);
       const Slot slot = index_.victim();
@@ -108,9 +109,11 @@ std::int64_t Directory::evict_one() {
         last_use = static_cast<std::int64_t>(index_.held(slot).place);
         bytes = index_.held(slot).pages * kPage;
         drop(slot, true);
+        going_.push_back({*id, Going::kRemoved});
       }
     }
     if (!id) {
+      settling.unlock();
       // Perhaps other processes wrote what fills the directory.
       const Clock::time_point now = Clock::now();
       if (rescanned || now - rescanned_ < std::chrono::seconds(1)) return 0;
@@ -121,12 +124,15 @@ std::int64_t Directory::evict_one() {
       adopt(found);
       continue;
     }
-    if (spared < kSpared && used_elsewhere(*id, last_use)) {
+    if (const auto use = spared < kSpared ? used_elsewhere(*id, last_use) : std::nullopt) {
       ++spared;
+      done_going(*id);
+      insert(*id, bytes, *use, true);
       continue;
     }
     std::int64_t freed = 0;
     const int error = unlink_piece(*id, freed);
+    done_going(*id);
     if (error == 0) {
       counters_.add(Count::kEvictions);
       if (unread) counters_.add(Count::kEvictedUnread);
