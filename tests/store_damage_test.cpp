@@ -7,7 +7,7 @@
 
 #include <set>
 
-#include "store_faults.h"
+#include "store_blocks.h"
 
 namespace kvstride::test {
 namespace {
@@ -261,6 +261,75 @@ TEST_F(StoreDamage, AboveLinksAreRefusedAtTheRoot) {
     fs::remove_all(root);
   }
   EXPECT_TRUE(fs::is_empty(scratch.path("real")));
+}
+
+/// Readers of some heads read a part of a file: what they read is verified, what they do not read is none of theirs.
+TEST_F(StoreDamage, PartsOfAFile) {
+  reopen();
+  BlockClient all_heads({tier}, 0, "KV B N H D");
+  BlockClient some({tier}, 0, "B H N KV D", 2, 2);
+  const store::Heads heads{0, 8};
+  const std::string folder = root + "/" + block_space(0).hex() + "/";
+  const auto path_of = [&](int number, store::Heads range) {
+    const std::string name = store::file_name(key_of(number), range);
+    return folder + name.substr(0, 1) + "/" + name;
+  };
+  ASSERT_EQ(all_heads.put({1}), all(Outcome::kOk, 1));
+  const std::string sound = read_file(path_of(1, heads));
+  constexpr std::size_t kHead = 2 * 2 * kChunkTokens * 8 * 4;
+  ASSERT_EQ(sound.size(), 4096 + 8 * kHead);
+  std::mt19937_64 random(seed());
+  for (int i = 0; i < many(300, 5000); ++i) {
+    const std::size_t at = i % 2 == 0 ? random() % 4096 : 4096 + random() % (8 * kHead);
+    std::string bytes = sound;
+    bytes[at] = static_cast<char>(bytes[at] ^ (1 << random() % 8));
+    write_file(path_of(1, heads), bytes);
+    const bool mine = at < 4096 || (at >= 4096 + 2 * kHead && at < 4096 + 4 * kHead);
+    ASSERT_EQ(some.get({1}), all(mine ? Outcome::kCorrupt : Outcome::kOk, 1)) << "byte " << at;
+    ASSERT_EQ(all_heads.get({1}), all(mine ? Outcome::kMiss : Outcome::kCorrupt, 1)) << "byte " << at;
+    ASSERT_TRUE(soon([&] { return look(root).pieces.empty(); }));
+  }
+  // Heads 0 to 3 in the place of heads 4 to 7, and the reverse; and a whole file under the name of a part.
+  BlockClient low({tier}, 0, "KV B N H D", 0, 4);
+  BlockClient high({tier}, 0, "KV B N H D", 4, 4);
+  ASSERT_EQ(low.put({2}), all(Outcome::kOk, 1));
+  ASSERT_EQ(high.put({2}), all(Outcome::kOk, 1));
+  ASSERT_EQ(all_heads.get({2}), all(Outcome::kOk, 1)) << "from two files";
+  const std::string part = read_file(path_of(2, {0, 4}));
+  for (const std::string& wrong : {part, sound}) {
+    write_file(path_of(2, {4, 4}), wrong);
+    reopen();
+    BlockClient reader({tier}, 0, "KV B N H D", 4, 4);
+    BlockClient lower({tier}, 0, "KV B N H D", 0, 4);
+    BlockClient whole({tier}, 0, "B N H KV D");
+    EXPECT_EQ(whole.get({2}), all(Outcome::kCorrupt, 1));
+    EXPECT_EQ(reader.get({2}), all(Outcome::kMiss, 1));
+    EXPECT_EQ(lower.get({2}), all(Outcome::kOk, 1)) << "its file is sound";
+    EXPECT_EQ(reader.put({2}), all(Outcome::kOk, 1));
+    EXPECT_EQ(whole.get({2}), all(Outcome::kOk, 1));
+  }
+}
+
+/// Damage in the directory while memory has a sound copy, and the reverse: the sound one answers.
+TEST_F(StoreDamage, TheOtherTierAnswers) {
+  tier = store::make_directory_tier(small_tier(root), io);
+  const TierPtr host = host_tier({.num_bytes = 1 << 20, .shared_name = "other-" + std::to_string(::getpid())});
+  Client both({host, tier});
+  ASSERT_EQ(both.put({1, 2}), all(Outcome::kOk, 2));
+  damage(piece(1));
+  EXPECT_EQ(both.get({1}), all(Outcome::kOk, 1)) << "from memory";
+  std::string memory(1 << 20, '\0');
+  const int fd = ::open(host->metrics().detail.c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_EQ(::pread(fd, memory.data(), memory.size(), 0), 1 << 20);
+  for (char& byte : memory) byte = static_cast<char>(byte ^ 1);
+  ASSERT_EQ(::pwrite(fd, memory.data(), memory.size(), 0), 1 << 20);
+  ::close(fd);
+  EXPECT_EQ(both.get({2}), all(Outcome::kOk, 1)) << "from the directory";
+  EXPECT_EQ(both.get({2}), all(Outcome::kOk, 1));
+  EXPECT_EQ(both.get({1}), all(Outcome::kCorrupt, 1)) << "both are damaged";
+  EXPECT_EQ(both.get({1}), all(Outcome::kMiss, 1));
+  EXPECT_EQ(both.put({1}), all(Outcome::kOk, 1));
+  EXPECT_EQ(both.get({1}), all(Outcome::kOk, 1));
 }
 
 /// Memory that other processes can map may change under the store.
