@@ -35,7 +35,7 @@ class StoreCrash : public testing::Test {
     {
       const TierPtr tier = store::make_directory_tier(options(max_bytes), io);
       Client client({tier});
-      const int first = all_keys ? 0 : std::max(num_keys - 12, 0);
+      const int first = std::max(num_keys - (all_keys ? 2000 : 12), 0);
       const std::vector<int> numbers = range(first, num_keys - first);
       const Outcomes got = client.get(numbers);
       EXPECT_EQ(count(got, Outcome::kOk) + count(got, Outcome::kMiss), num_keys - first);

@@ -159,7 +159,8 @@ inline void expect_at_rest(const std::string& root, const TierPtr& tier, const F
   OnDisk disk;
   const bool same = soon([&] {
     disk = look(root);
-    return disk.bytes == tier->metrics().used_bytes && disk.temporaries.empty();
+    const TierMetrics metrics = tier->metrics();
+    return disk.bytes == metrics.used_bytes && disk.bytes <= metrics.capacity_bytes && disk.temporaries.empty();
   });
   EXPECT_TRUE(same) << "on disk " << disk.bytes << " bytes, in the account " << tier->metrics().used_bytes << "; "
                     << disk.temporaries.size() << " temporaries";

@@ -161,8 +161,8 @@ class Directory {
   std::vector<std::unique_ptr<Space>> spaces_;
   std::vector<Gone> going_;
   std::uint64_t num_gone_ = 0;  ///< files that were in going_, and are no longer
-  std::vector<Draft> left_;  ///< drafts that could not be removed
-  std::mutex going_mutex_;   ///< held while one of going_ is settled
+  std::vector<Draft> left_;     ///< drafts that could not be removed
+  std::mutex going_mutex_;      ///< held while one of going_ is settled
   std::mutex splits_mutex_;
   std::mutex evict_mutex_;
 };
