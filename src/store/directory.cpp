@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "kvstride/error.h"
+#include "store/listing.h"
 
 namespace kvstride::store {
 namespace {
@@ -19,10 +20,10 @@ constexpr std::int64_t kSecond = 1'000'000'000;
 
 std::int64_t nanoseconds(const struct timespec& time) { return time.tv_sec * kSecond + time.tv_nsec; }
 bool no_space(int error) { return error == -ENOSPC || error == -EDQUOT; }
-/// What a file of ours can be: whole pages, a header at least.
-bool sound_length(std::int64_t bytes) { return bytes >= 2 * kPage && bytes % kPage == 0; }
 
 }  // namespace
+
+bool sound_length(std::int64_t bytes) { return bytes >= 2 * kPage && bytes % kPage == 0; }
 
 std::int64_t bytes_on_disk(const struct stat& stat) {
   return std::max<std::int64_t>(stat.st_blocks * 512, whole_pages(stat.st_size));
@@ -290,19 +291,8 @@ bool Directory::probe(std::uint32_t space, std::span<const Key> keys, Heads head
 
 int Directory::open_piece(const PieceId& id, std::int64_t& bytes) {
   const Folder folder = shard(id, false);
-  const std::string name = file_name(id.key, id.heads);
-  // O_NOATIME: the times are ours. It is the owner's right only.
-  int flags = O_RDONLY | O_NONBLOCK | O_NOATIME | (direct_ ? O_DIRECT : 0);
-  const auto open = [&] { return retry([&] { return io_->open(folder.fd(), name.c_str(), flags, 0); }); };
-  int fd = folder.fd() < 0 ? folder.fd() : open();
-  if (fd == -EPERM) {
-    flags &= ~O_NOATIME;
-    fd = open();
-  }
-  if (fd == -EINVAL && direct_) {
-    flags &= ~O_DIRECT;
-    fd = open();
-  }
+  const int fd =
+      folder.fd() < 0 ? folder.fd() : open_payload(*io_, folder.fd(), file_name(id.key, id.heads).c_str(), direct_);
   if (fd == -ENOENT && forget(id)) counters_.add(Count::kVanished);
   int error = fd < 0 ? fd : 0;
   struct stat stat {};
@@ -357,7 +347,10 @@ std::optional<Outcome> Directory::begin(const PieceId& id, std::int64_t bytes, D
     return Outcome::kRefused;
   }
   folders_.keep(digest(id.space));
-  settle(id);
+  if (!settle(id)) {  // what goes later would take the new file for it
+    counters_.add(Count::kRefusedBusy);
+    return Outcome::kRefused;
+  }
   int error = 0;
   for (int attempt = 0; attempt < 2; ++attempt) {
     error = shard(id, true).fd();
@@ -418,6 +411,10 @@ Outcome Directory::publish(const PieceId& id, Draft& draft) {
     if (error == -ENOENT && attempt == 0) {
       folders_.look_again();
       error = 0;
+    } else if (error == -EEXIST && !settle(id)) {
+      discard(draft);
+      counters_.add(Count::kRefusedBusy);
+      return Outcome::kRefused;
     } else if (error == -EEXIST) {
       probe(id.space, {&id.key, 1}, id.heads, false);
       if (holds(id)) {  // another process was faster, or this one did not know it
@@ -496,21 +493,23 @@ bool Directory::settle_one(const Gone& gone) {
   return error != -EBUSY;
 }
 
-void Directory::settle(const PieceId& id) {
+bool Directory::settle(const PieceId& id) {
   {
     const std::lock_guard lock(mutex_);
-    if (!is_going(id)) return;
+    if (!is_going(id)) return true;
   }
   const std::lock_guard one_at_a_time(going_mutex_);
   std::optional<Gone> found;
   {
     const std::lock_guard lock(mutex_);
-    if (!is_going(id)) return;
+    if (!is_going(id)) return true;
     found = *std::find_if(going_.begin(), going_.end(), [&](const Gone& gone) {
       return gone.id.space == id.space && gone.id.heads == id.heads && gone.id.key == id.key;
     });
   }
-  if (settle_one(*found)) done_going(id);  // else another process counts: later
+  if (!settle_one(*found)) return false;
+  done_going(id);
+  return true;
 }
 
 void Directory::settle_all() {

@@ -19,6 +19,8 @@ namespace kvstride::store {
 
 /// What a file takes of the disk: delayed allocation must not hide it.
 std::int64_t bytes_on_disk(const struct stat& stat);
+/// What a file of ours can be: whole pages, a header at least.
+bool sound_length(std::int64_t bytes);
 /// Room for a file of `bytes`, with that for the tree of a file in many extents.
 std::int64_t room_for(std::int64_t bytes);
 
@@ -89,8 +91,8 @@ class Directory {
   /// The file system was full: makes room for `bytes` by evicting, if it can.
   bool make_space(std::int64_t bytes);
 
-  /// What let_go() was called for.
-  void settle(const PieceId& id);
+  /// What let_go() was called for. Whether it is done: not while another process counts.
+  bool settle(const PieceId& id);
   /// All of it, and drafts that could not be removed.
   void settle_all();
   /// Writes the account, counts anew where that is needed, removes what dead processes left. To be called now and then.

@@ -16,12 +16,11 @@
 #include "store/directory.h"
 #include "store/folders.h"
 #include "store/ledger_record.h"
+#include "store/listing.h"
 
 namespace kvstride::store {
 namespace {
 
-constexpr std::size_t kSpaceName = 64;
-constexpr std::size_t kDraftName = 32;
 constexpr const char* kDigits = "0123456789abcdef";
 
 std::int64_t nanoseconds(const struct timespec& time) { return time.tv_sec * 1'000'000'000 + time.tv_nsec; }
@@ -204,7 +203,7 @@ std::vector<LooseFile> StoreFolder::temporaries(bool* whole) const {
   const LedgerState state = ledger();  // after the listing: who starts now is not in it
   if (!state.all_tokens) return out;
   for (LooseFile& file : out) {
-    const std::string token = file.name.substr(0, kDraftName / 2);
+    const std::string token = file.name.substr(0, kTokenName);
     file.dead = file.name.size() == kDraftName &&
                 std::find(state.tokens.begin(), state.tokens.end(), token) == state.tokens.end();
   }
@@ -268,28 +267,25 @@ bool SpaceFolder::list(const std::function<void(const ChunkFile&)>& use, std::ve
       unlisted(folder, shards_[i]);
       continue;
     }
-    const int error = list_folder(io, shards_[i], [&](const char* name, unsigned char) {
-      const auto parsed = parse_file_name(name);
-      if (!parsed || shard_of(parsed->first) != i) {
-        stray(folder + "/" + name, parsed ? "in the folder of another digit" : "no name of a chunk");
-        return true;
+    const Folder listing(&io, retry([&] { return io.open(shards_[i], ".", O_RDONLY | O_DIRECTORY, 0); }), true);
+    const auto ours = [&](const struct stat& stat) { return store_.ours(stat); };
+    const auto each = [&](const Entry& entry) {
+      const std::string path = folder + "/" + entry.name;
+      switch (entry.kind) {
+        case Entry::Kind::kNoName: return stray(path, "no name of a chunk");
+        case Entry::Kind::kMisplaced: return stray(path, "in the folder of another digit");
+        case Entry::Kind::kFailed: return unlisted(path, entry.error);
+        case Entry::Kind::kForeign:
+          return stray(path, S_ISREG(entry.stat.st_mode) ? fmt::format("belongs to user {}", entry.stat.st_uid)
+                                                         : std::string(kind_of(entry.stat.st_mode)));
+        case Entry::Kind::kPiece: break;
       }
-      struct stat stat;
-      if (const int failed = retry([&] { return io.stat_at(shards_[i], name, stat); }); failed < 0) {
-        if (failed != -ENOENT) unlisted(folder + "/" + name, failed);
-        return true;
-      }
-      if (!S_ISREG(stat.st_mode) || !store_.ours(stat)) {
-        stray(folder + "/" + name, S_ISREG(stat.st_mode) ? fmt::format("belongs to user {}", stat.st_uid)
-                                                         : std::string(kind_of(stat.st_mode)));
-        return true;
-      }
-      const std::int64_t used = nanoseconds(stat.st_atim);
-      const std::int64_t written = nanoseconds(stat.st_mtim);
-      use({parsed->first, parsed->second, 0, stat.st_size, bytes_on_disk(stat), std::max(used, written),
-           used > written});
-      return true;
-    });
+      const std::int64_t used = nanoseconds(entry.stat.st_atim);
+      const std::int64_t written = nanoseconds(entry.stat.st_mtim);
+      use({entry.piece->first, entry.piece->second, 0, entry.stat.st_size, bytes_on_disk(entry.stat),
+           std::max(used, written), used > written});
+    };
+    const int error = listing.fd() < 0 ? listing.fd() : list_shard(io, listing.fd(), i, ours, each);
     if (error < 0) unlisted(folder, error);
   }
   return whole;
@@ -299,19 +295,7 @@ int SpaceFolder::open(const ChunkFile& file, bool direct, struct stat& stat) con
   Io& io = store_.io();
   const int at = shard(file.key);
   if (at < 0) return at;
-  const std::string name = file.name();
-  // Its owner only may leave the access time alone.
-  int flags = O_RDONLY | O_NONBLOCK | O_NOATIME | (direct ? O_DIRECT : 0);
-  const auto open = [&] { return retry([&] { return io.open(at, name.c_str(), flags, 0); }); };
-  int fd = open();
-  if (fd == -EPERM) {
-    flags &= ~O_NOATIME;
-    fd = open();
-  }
-  if (fd == -EINVAL && direct) {
-    flags &= ~O_DIRECT;
-    fd = open();
-  }
+  const int fd = open_payload(io, at, file.name().c_str(), direct);
   if (fd < 0) return fd;
   int error = io.stat_fd(fd, stat);
   if (error == 0 && (!S_ISREG(stat.st_mode) || !store_.ours(stat))) error = -EACCES;

@@ -7,13 +7,9 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "store/listing.h"
+
 namespace kvstride::store {
-namespace {
-
-constexpr std::size_t kSpaceName = 64;
-constexpr std::size_t kDraftName = 32;
-
-}  // namespace
 
 void Directory::scan_space(std::uint32_t number, Scan& out) {
   const Digest& of = digest(number);
@@ -26,30 +22,21 @@ void Directory::scan_space(std::uint32_t number, Scan& out) {
       out.whole = false;
       continue;
     }
-    const int error = io_->list(listing.fd(), [&](const char* name, unsigned char) {
-      const auto parsed = parse_file_name(name);
-      if (!parsed || shard_of(parsed->first) != shard) return true;
-      struct stat stat;
-      const int failed = retry([&] { return io_->stat_at(listing.fd(), name, stat); });
-      if (failed == -ENOENT) return true;
-      if (failed < 0) {
-        out.whole = false;
-        return true;
-      }
-      if (!S_ISREG(stat.st_mode) || !folders_.ours(stat)) {
-        counters_.add(Count::kForeign);
-        return true;
-      }
+    const auto ours = [&](const struct stat& stat) { return folders_.ours(stat); };
+    const int error = list_shard(*io_, listing.fd(), shard, ours, [&](const Entry& entry) {
+      if (entry.kind == Entry::Kind::kFailed) out.whole = false;
+      if (entry.kind == Entry::Kind::kForeign) counters_.add(Count::kForeign);
+      if (entry.kind != Entry::Kind::kPiece) return;
+      const struct stat& stat = entry.stat;
       out.bytes += bytes_on_disk(stat);
-      if (stat.st_size < 2 * kPage || stat.st_size % kPage != 0) {
-        out.damaged.push_back({number, parsed->first, parsed->second});
-        return true;
+      if (!sound_length(stat.st_size)) {
+        out.damaged.push_back({number, entry.piece->first, entry.piece->second});
+        return;
       }
-      const std::string_view text(name);
+      const std::string_view text(entry.name);
       out.files.push_back({number, static_cast<std::uint32_t>(stat.st_size / kPage), stat.st_atim.tv_sec,
                            stat.st_mtim.tv_sec, out.names.size(), static_cast<std::uint32_t>(text.size())});
       out.names += text;
-      return true;
     });
     if (error < 0) out.whole = false;
   }
@@ -77,7 +64,7 @@ std::int64_t Directory::scan_flat(int fd, bool drafts, bool& whole) {
       if (failed == 0 && S_ISREG(stat.st_mode)) bytes += bytes_on_disk(stat);
       if (failed < 0 && failed != -ENOENT) whole = false;
     } else if (name.size() == kDraftName && !live.empty() &&
-               std::find(live.begin(), live.end(), name.substr(0, kDraftName / 2)) == live.end()) {
+               std::find(live.begin(), live.end(), name.substr(0, kTokenName)) == live.end()) {
       const int failed = retry([&] { return io_->unlink(fd, name.c_str()); });
       if (failed < 0 && failed != -ENOENT && failed != -EISDIR)
         whole = false;  // it takes room that nobody has reserved

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "store/listing.h"
+
+#include <fcntl.h>
+
+#include <cerrno>
+
+namespace kvstride::store {
+
+int list_shard(Io& io, int fd, std::size_t shard, const std::function<bool(const struct stat&)>& ours,
+               const std::function<void(const Entry&)>& use) {
+  return io.list(fd, [&](const char* name, unsigned char) {
+    const auto piece = parse_file_name(name);
+    Entry entry{Entry::Kind::kNoName, name, piece ? &*piece : nullptr, {}, 0};
+    if (piece && shard_of(piece->first) != shard) {
+      entry.kind = Entry::Kind::kMisplaced;
+    } else if (piece) {
+      entry.error = retry([&] { return io.stat_at(fd, name, entry.stat); });
+      if (entry.error == -ENOENT) return true;
+      entry.kind = entry.error < 0                                   ? Entry::Kind::kFailed
+                   : S_ISREG(entry.stat.st_mode) && ours(entry.stat) ? Entry::Kind::kPiece
+                                                                     : Entry::Kind::kForeign;
+    }
+    use(entry);
+    return true;
+  });
+}
+
+int open_payload(Io& io, int at, const char* name, bool direct) {
+  // O_NOATIME: the times are ours. It is the owner's right only.
+  int flags = O_RDONLY | O_NONBLOCK | O_NOATIME | (direct ? O_DIRECT : 0);
+  const auto open = [&] { return retry([&] { return io.open(at, name, flags, 0); }); };
+  int fd = open();
+  if (fd == -EPERM) {
+    flags &= ~O_NOATIME;
+    fd = open();
+  }
+  if (fd == -EINVAL && direct) {
+    flags &= ~O_DIRECT;
+    fd = open();
+  }
+  return fd;
+}
+
+}  // namespace kvstride::store

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is in a store's folders, for the tier and for `kvstride store` alike.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string_view>
+
+#include "store/folders.h"
+
+namespace kvstride::store {
+
+/// A namespace's folder, a draft, and half of it: the process that writes it.
+constexpr std::size_t kSpaceName = 64;
+constexpr std::size_t kDraftName = 32;
+constexpr std::size_t kTokenName = 16;
+
+/// One name in a shard.
+struct Entry {
+  enum class Kind : std::uint8_t {
+    kPiece,      ///< a chunk's file
+    kMisplaced,  ///< of a chunk that belongs to another shard
+    kNoName,     ///< no name of ours
+    kForeign,    ///< no regular file, or another user's
+    kFailed,     ///< it cannot be looked at: `error`
+  };
+  Kind kind;
+  const char* name;
+  const std::pair<Key, Heads>* piece;  ///< of kPiece, kMisplaced, kForeign and kFailed
+  struct stat stat;                    ///< of kPiece and kForeign
+  int error;
+};
+
+/// Tells of every name in a shard but those that vanish meanwhile. `fd` is only used for this. 0 or −errno.
+int list_shard(Io& io, int fd, std::size_t shard, const std::function<bool(const struct stat&)>& ours,
+               const std::function<void(const Entry&)>& use);
+
+/// A piece's file for reading, its last use left alone where the system allows; past the page cache with `direct`,
+/// where the file system can. A descriptor or −errno.
+int open_payload(Io& io, int at, const char* name, bool direct);
+
+}  // namespace kvstride::store
