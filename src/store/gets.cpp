@@ -302,8 +302,8 @@ void StoreImpl::deliver(Fetch& fetch, const std::vector<std::shared_ptr<const Sh
     if (options_.promote) promote(fetch);
   } catch (...) {  // no memory
   }
+  fetch.readings.clear();  // who sees the get done can have the memory
   end(job, chunk, Stage::kMoving, Outcome::kOk);
-  fetch.readings.clear();
   leave();
 }
 

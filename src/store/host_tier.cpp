@@ -162,6 +162,7 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
       }
     }
     counters_.write_seconds.add(Clock::now() - begin);
+    image = request.image = nullptr;
     request.done(Outcome::kOk);
   }
 

@@ -23,7 +23,7 @@ StoreImpl::Begun StoreImpl::begin_put(const Task& task) {
     leave();
     return Begun::kYes;
   }
-  const BufferPtr image = buffer_for(bytes, 0);
+  BufferPtr image = buffer_for(bytes, 0);
   if (!image) return Begun::kStarved;
   if (!job.advance(chunk, Stage::kQueued, Stage::kMoving)) {
     leave();
@@ -44,8 +44,10 @@ StoreImpl::Begun StoreImpl::begin_put(const Task& task) {
   stow->held = lacking.size() < tiers_.size();
   const std::shared_ptr<StoreImpl> self = shared_from_this();
   for (const std::size_t i : lacking) {
-    tiers_[i]->write(
-        {id_in(i), image, bytes, job.deadline, [self, stow](Outcome outcome) { self->wrote(stow, outcome); }});
+    WriteRequest request{id_in(i), image, bytes, job.deadline, {}};
+    if (i == lacking.back()) image = nullptr;  // who sees the put done can have the memory
+    request.done = [self, stow](Outcome outcome) { self->wrote(stow, outcome); };
+    tiers_[i]->write(std::move(request));
   }
   return Begun::kYes;
 }

@@ -58,7 +58,7 @@ struct WriteRequest {
   BufferPtr image;
   std::int64_t bytes = 0;  ///< whole pages
   Clock::time_point deadline;
-  std::function<void(Outcome)> done;  ///< as above
+  std::function<void(Outcome)> done;  ///< as above; the tier has let go of `image` unless it keeps it
 };
 
 /// All calls are thread-safe, throw nothing but std::bad_alloc, and wait for no disk.
