@@ -62,9 +62,11 @@ $(DEV)/.tools: pyproject.toml | build/.apt
 
 dist/.wheel: $(WHEEL_FILES) | $(DEV)/.tools
 	@echo "== wheel"
-	rm -f dist/*.whl
-	$(DEV)/bin/pip wheel -q --no-build-isolation --no-deps --wheel-dir dist -C build-dir=build/wheel \
+	rm -rf dist/*.whl build/dist
+	$(DEV)/bin/pip wheel -q --no-build-isolation --no-deps --wheel-dir build/dist -C build-dir=build/wheel \
 	  -C cmake.define.KVSTRIDE_WERROR=$(WERROR) . 2> >(grep -v 'is ignored: it is neither' >&2)
+	# The libraries of Debian that others have not go into it, its tag says from which glibc on it runs.
+	auditwheel -q repair --wheel-dir dist build/dist/*.whl
 	cp build/wheel/python/_core.pyi python/kvstride/
 	touch $@
 
