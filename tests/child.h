@@ -46,7 +46,11 @@ class Directory {
 inline pid_t start_child(const std::function<int()>& work) {
   std::fflush(nullptr);  // or the child might print it, too
   const pid_t child = ::fork();
-  if (child == 0) ::_exit(work());
+  if (child == 0) {
+    const int code = work();
+    std::fflush(stdout);  // what it found
+    ::_exit(code);
+  }
   return child;
 }
 

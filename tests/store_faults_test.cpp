@@ -15,11 +15,7 @@ class StoreFaults : public testing::Test {
     tier = store::make_directory_tier(options, io);
     client = std::make_unique<Client>(std::vector<TierPtr>{tier});
   }
-  void open() {
-    DirectoryTierOptions options = small_tier(root);
-    options.lookup_timeout = std::chrono::seconds(2);  // on a busy machine, too
-    open(options);
-  }
+  void open() { open(small_tier(root)); }
   void close() {
     client.reset();
     tier.reset();

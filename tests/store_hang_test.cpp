@@ -15,6 +15,7 @@ class StoreHang : public testing::Test {
  protected:
   /// A store over memory (if `host_bytes`) and a directory.
   void open(std::int64_t host_bytes, DirectoryTierOptions options) {
+    options.lookup_timeout = 50ms;
     std::vector<TierPtr> tiers;
     if (host_bytes > 0) tiers.push_back(host_tier({.num_bytes = host_bytes}));
     tiers.push_back(tier = store::make_directory_tier(options, io));
@@ -75,11 +76,11 @@ TEST_F(StoreHang, AllOfTheDiskHangs) {
       EXPECT_EQ(count(bounded([&] { return client->get(range(0, 50)); }), Outcome::kOk), 0);
       bounded([&] { return client->get(range(5000, 50)); });  // nobody has them
       // What an engine's scheduler calls waits for nobody.
-      bounded([&] { return client->lookup(range(5000, 4)); }, 300ms);
-      bounded([&] { return client->store.lookup_prefix(keys_of(range(5000, 4))); }, 300ms);
-      bounded([&] { return client->store.pin(keys_of(range(0, 4))).found().size(); }, 300ms);
-      bounded([&] { return client->remove({40 + i}); }, 300ms);
-      bounded([&] { return client->store.metrics().tiers.size(); }, 300ms);
+      bounded([&] { return client->lookup(range(5000, 4)); }, 1000ms);
+      bounded([&] { return client->store.lookup_prefix(keys_of(range(5000, 4))); }, 1000ms);
+      bounded([&] { return client->store.pin(keys_of(range(0, 4))).found().size(); }, 1000ms);
+      bounded([&] { return client->remove({40 + i}); }, 1000ms);
+      bounded([&] { return client->store.metrics().tiers.size(); }, 1000ms);
     }
     EXPECT_GE(tier->metrics().counters.at("refused_sick"), 1U);
     io->lift();

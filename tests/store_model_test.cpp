@@ -55,6 +55,7 @@ class Life {
     options.sync = random_() % 4 == 0;
     tiers_.push_back(disk_ = store::make_directory_tier(options, io));
     book_.doubt(roomy_);
+    expect_files("opened");
     StoreOptions store;
     store.deadline = 5s;
     store.promote = random_() % 3 != 0;
@@ -70,6 +71,8 @@ class Life {
     }
     for (int i = 0; i < operations && !testing::Test::HasFailure(); ++i) step();
     io->lift();
+    doubt_evicted();
+    expect_files("at work");
     pins_.clear();
     check_counters();
     if (!spoiled_) expect_at_rest(root_, disk_, io.get());  // else the account is counted again by the next life
@@ -85,6 +88,7 @@ class Life {
  private:
   void step() {
     ++book_.operations;
+    doubt_evicted();
     if (window_ > 0 && --window_ == 0) io->lift();
     switch (random_() % 20) {
       case 0: return remove();
@@ -183,7 +187,10 @@ class Life {
       EXPECT_NE(got, Outcome::kOk) << what() << " was never put, or removed";
       ++book_.checked;
     } else if (is_sure(state) && window_ == 0) {
-      EXPECT_EQ(name_of(got), "ok") << what() << " was put, and nothing happened to it: " << told(disk_);
+      EXPECT_EQ(name_of(got), "ok") << what() << " was put, and nothing happened to it: " << told(disk_) << " "
+                                    << (on_disk(std::string(kind) == "raw" ? raw_space(at) : block_space(at), number)
+                                            ? "there is a file"
+                                            : "there is no file");
       ++book_.checked;
     }
   }
@@ -239,6 +246,23 @@ class Life {
       if (entry.path().filename().string().rfind(name, 0) == 0) return true;
     }
     return false;
+  }
+
+  /// A full disk, which a fault may be, is a reason to evict also where there is room.
+  void doubt_evicted() {
+    const std::uint64_t evictions = disk_->metrics().counters.at("evictions");
+    if (evictions != evictions_) book_.doubt(false);
+    evictions_ = evictions;
+  }
+  /// What is sure has a file.
+  void expect_files(const char* when) const {
+    for (int at = 0; at < kSpaces; ++at) {
+      for (int key = 0; key < kKeys; ++key) {
+        if (book_.raw[at][key] != kSure) continue;
+        EXPECT_TRUE(on_disk(raw_space(at), key))
+            << when << ": the file of space " << at << " chunk " << key << " went; " << told(disk_);
+      }
+    }
   }
 
   void pin() {
@@ -312,6 +336,7 @@ class Life {
   int window_ = 0;  ///< operations until the fault is over
   std::uint64_t asked_put_ = 0;
   std::uint64_t asked_get_ = 0;
+  std::uint64_t evictions_ = 0;
   bool spoiled_ = false;
 };
 

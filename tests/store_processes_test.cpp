@@ -157,5 +157,39 @@ TEST_F(StoreProcesses, TheLimitHoldsAtAllTimes) {
   EXPECT_EQ(code, 0);
 }
 
+/// A forked child has a copy of the bookkeeping and none of the threads: it can neither use tiers and stores nor harm
+/// them, and getting rid of them does not wait for anybody.
+TEST_F(StoreProcesses, AForkedChildCanOnlyDropWhatItInherits) {
+  HostTierOptions shared{.num_bytes = 20 * kImage};
+  shared.shared_name = "kvtest-fork-" + std::to_string(::getpid());
+  const TierPtr host = host_tier(shared);
+  auto tier = directory_tier(small_tier(root));
+  auto client = std::make_unique<Client>(std::vector<TierPtr>{host, tier});
+  ASSERT_EQ(client->put(range(0, 5)), all(Outcome::kOk, 5));
+  const int code = in_child([&] {
+    ::alarm(20);
+    const auto refused = [](const auto& call) {
+      try {
+        call();
+        return false;
+      } catch (const Error& error) {
+        return error.code() == ErrorCode::kStore;
+      }
+    };
+    if (!refused([&] { Client({host}); }) || !refused([&] { Client({tier}); })) return 1;
+    if (!refused([&] { client->get({0}); }) || !refused([&] { client->lookup({0}); })) return 2;
+    if (!refused([&] { client->remove({0}); }) || !refused([&] { client->store.pin(keys_of({0})); })) return 3;
+    if (!refused([&] { client->store.metrics(); }) || !refused([&] { client->store.flush(1s); })) return 4;
+    if (!refused([&] { tier_metrics(*tier); })) return 5;
+    client->store.close();
+    client.reset();
+    tier.reset();
+    return 0;
+  });
+  EXPECT_EQ(code, 0);
+  EXPECT_EQ(client->get(range(0, 5)), all(Outcome::kOk, 5));
+  EXPECT_EQ(client->put(range(5, 5)), all(Outcome::kOk, 5));
+}
+
 }  // namespace
 }  // namespace kvstride::test

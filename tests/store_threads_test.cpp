@@ -149,5 +149,56 @@ TEST_F(StoreThreads, ClosingInTheMiddle) {
   }
 }
 
+/// Whoever closes a store can count on its end, also where somebody else is at it.
+TEST_F(StoreThreads, ClosingTwiceAtOnce) {
+  for (int round = 0; round < 20; ++round) {
+    const auto io = std::make_shared<FaultIo>();
+    const TierPtr slow = store::make_directory_tier(small_tier(root, 60 * kImage), io);
+    Client client({slow});
+    client.put(range(0, 20));
+    io->set({.calls = kRead, .targets = kPiece, .effect = Fault::kHang});
+    std::vector<std::vector<std::byte>> chunks(20, std::vector<std::byte>(kBytes));
+    const Job job =
+        client.store.get_bytes(keys_of(range(0, 20)), std::vector<std::span<std::byte>>(chunks.begin(), chunks.end()));
+    run(4, [&](int thread) {
+      if (thread == 0) {
+        std::this_thread::sleep_for(5ms);
+        io->lift();
+      }
+      client.store.close();
+      EXPECT_TRUE(job.done()) << "memory is still written to";
+    });
+  }
+}
+
+/// Puts that wait for their blocks keep nobody else waiting, however many they are.
+TEST_F(StoreThreads, ManyThatWaitForTheirBlocks) {
+  const std::vector<TierPtr> both = tiers(100, 60);
+  Client client(both);
+  ASSERT_EQ(client.put({0}), all(Outcome::kOk, 1));
+  std::atomic<bool> go{false};
+  std::atomic<int> asked{0};
+  RequestOptions waits;
+  waits.deadline = 30s;
+  waits.after = [&] {
+    ++asked;
+    return go.load();
+  };
+  std::vector<std::byte> chunk = chunk_of(0, 1, kBytes);
+  std::vector<Job> jobs;
+  for (int i = 0; i < 4000; i += 40) {
+    const std::vector<std::span<const std::byte>> same(40, chunk);
+    jobs.push_back(client.store.put_bytes(keys_of(std::vector<int>(40, 1)), same, waits));
+  }
+  const int before = asked;
+  EXPECT_EQ(client.get({0}), all(Outcome::kOk, 1));
+  EXPECT_LT(asked - before, 4000) << "asked for each chunk, not for each job";
+  EXPECT_EQ(client.counter("put_ok"), 1U);
+  jobs[0].cancel();
+  EXPECT_EQ(Outcomes(jobs[0].wait()), all(Outcome::kRefused, 40)) << "while it waits";
+  go = true;
+  for (std::size_t i = 1; i < jobs.size(); ++i) EXPECT_EQ(Outcomes(jobs[i].wait()), all(Outcome::kOk, 40));
+}
+
 }  // namespace
 }  // namespace kvstride::test

@@ -88,7 +88,7 @@ struct HistogramSnapshot {
 };
 struct TierMetrics {
   std::string tier;    ///< `host`, `directory`
-  std::string detail;  ///< where, and by which I/O engine
+  std::string detail;  ///< where, and by which I/O engine (once there was I/O: as it turned out)
   std::int64_t capacity_bytes = 0;
   std::int64_t used_bytes = 0;
   std::int64_t chunks = 0;  ///< pieces: one for each head range of a chunk
@@ -195,7 +195,8 @@ class Store {
 
   const Namespace& space() const;
   StoreMetrics metrics() const;
-  /// Waits until what was put before is in all tiers, or `time` is over; whether it is.
+  /// Waits until nothing is under way any more, so that what was put is in all tiers that took it, or `time` is over;
+  /// whether nothing is.
   bool flush(std::chrono::nanoseconds time);
   /// Refuses what has not started and waits for the rest, at most until the deadlines. Later requests are refused.
   void close();

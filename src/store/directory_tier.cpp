@@ -42,7 +42,8 @@ struct Operation {
   std::optional<ReadRequest> read;
   std::optional<WriteRequest> write;
   std::function<void()> task;  ///< neither: something short that must not be done on the caller's thread
-  Clock::time_point start;
+  Clock::time_point start;     ///< in the queue
+  Clock::time_point begun;     ///< in a thread's hands
   Clock::time_point deadline;
   int fd = -1;
   std::int64_t bytes = 0;     ///< of the file
@@ -77,7 +78,9 @@ class Core : public std::enable_shared_from_this<Core> {
   void add(Operation operation);
   void add_task(std::function<void()> task);
   bool sick() const;
-  bool probe(std::uint32_t space, std::vector<Key> keys, Heads heads, bool prefix);
+  bool probe(std::uint32_t space, std::vector<Key> keys, Heads heads, bool prefix, Clock::time_point begin);
+  /// Which engine it is, as far as threads know.
+  std::string engine() const;
 
   const DirectoryTierOptions options_;
   const std::shared_ptr<Io> io_;
@@ -87,7 +90,6 @@ class Core : public std::enable_shared_from_this<Core> {
   Extents extents_;
   Directory directory_;
   const pid_t pid_ = getpid();
-  std::string engine_;
 
  private:
   /// Where a thread is: a disk that hangs keeps it from getting on.
@@ -103,10 +105,11 @@ class Core : public std::enable_shared_from_this<Core> {
   void begin_read(Operation& operation);
   void begin_write(Operation& operation);
   bool moved(Operation& operation, const Transfer& transfer);
-  void end_read(Operation& operation, Outcome outcome);
-  void end_write(Operation& operation, Outcome outcome);
+  void end_read(Operation& operation, Outcome outcome) noexcept;
+  void end_write(Operation& operation, Outcome outcome) noexcept;
 
   mutable std::mutex mutex_;
+  std::string engine_;
   std::condition_variable work_;
   std::condition_variable work_house_;
   std::condition_variable ended_;
@@ -180,7 +183,6 @@ void Core::start() {
   } else {
     engine_ = "pread/pwrite";
   }
-  if (directory_.direct()) engine_ += ", O_DIRECT";
   const std::size_t threads = options_.num_threads > 0 ? static_cast<std::size_t>(options_.num_threads) : ring ? 2 : 8;
   for (std::size_t i = 0; i < threads; ++i) busy_.push_back(std::make_unique<Busy>());
   const auto add_thread = [&](auto body) {
@@ -246,6 +248,11 @@ void Core::stop() {
   }
 }
 
+std::string Core::engine() const {
+  const std::lock_guard lock(mutex_);
+  return directory_.direct() ? engine_ + ", O_DIRECT" : engine_;
+}
+
 bool Core::sick() const {
   const Clock::rep now = Clock::now().time_since_epoch().count();
   return std::all_of(busy_.begin(), busy_.end(), [&](const std::unique_ptr<Busy>& busy) {
@@ -294,13 +301,22 @@ void Core::run(std::size_t number) {
   }
   std::string name;
   const std::unique_ptr<Transfers> io = transfers(name);
+  {
+    const std::lock_guard lock(mutex_);
+    engine_ = name;
+  }
   std::vector<std::unique_ptr<Operation>> active;  // by token
   std::vector<std::size_t> free;
   std::vector<Transfer> ended;
+  active.reserve(io->depth() + 1);
+  free.reserve(io->depth() + 1);
+  ended.reserve(io->depth());
   const auto note = [&] {
+    // A deadline that nobody could meet does not say that the disk hangs.
+    constexpr auto kPatience = std::chrono::milliseconds(200);
     Clock::time_point until = Clock::time_point::max();
     for (const auto& one : active) {
-      if (one) until = std::min(until, one->deadline);
+      if (one) until = std::min(until, std::max(one->deadline, one->begun + kPatience));
     }
     busy_[number]->until = until == Clock::time_point::max() ? 0 : until.time_since_epoch().count();
   };
@@ -325,7 +341,11 @@ void Core::run(std::size_t number) {
           if (stop_ && io->under_way() == 0) return;
           break;
         }
-        next = std::make_unique<Operation>(std::move(from.front()));
+        try {
+          next = std::make_unique<Operation>(std::move(from.front()));
+        } catch (...) {  // no memory: what is under way gives some back
+          break;
+        }
         from.pop_front();
       }
       std::size_t token = active.size();
@@ -337,6 +357,7 @@ void Core::run(std::size_t number) {
         active[token] = std::move(next);
       }
       Operation& started = *active[token];
+      started.begun = Clock::now();
       started.deadline = started.read    ? started.read->deadline
                          : started.write ? started.write->deadline
                                          : Clock::now() + std::chrono::seconds(10);
@@ -465,31 +486,37 @@ bool Core::moved(Operation& operation, const Transfer& transfer) {
   return false;
 }
 
-void Core::end_read(Operation& operation, Outcome outcome) {
+void Core::end_read(Operation& operation, Outcome outcome) noexcept {
   if (operation.fd >= 0) io_->close(operation.fd);
   operation.fd = -1;
   ReadRequest request = std::move(*operation.read);
   if (outcome == Outcome::kOk) {
     counters_.add(Count::kReads);
     counters_.add(Count::kReadBytes, static_cast<std::uint64_t>(operation.bytes));
-    directory_.used(request.id);
+    try {
+      directory_.used(request.id);
+    } catch (...) {  // no memory: it counts as unused
+    }
   }
   if (operation.start != Clock::time_point{}) counters_.read_seconds.add(Clock::now() - operation.start);
   request.done({outcome, std::move(request.into), operation.bytes});
 }
 
-void Core::end_write(Operation& operation, Outcome outcome) {
+void Core::end_write(Operation& operation, Outcome outcome) noexcept {
   WriteRequest request = std::move(*operation.write);
-  if (operation.draft.fd >= 0) {
-    if (outcome == Outcome::kOk) {
-      outcome = directory_.publish(request.id, operation.draft);
-      if (outcome == Outcome::kOk) {
-        counters_.add(Count::kWrites);
-        counters_.add(Count::kWriteBytes, static_cast<std::uint64_t>(operation.bytes));
-      }
-    } else {
-      directory_.discard(operation.draft);
-    }
+  const bool written = outcome == Outcome::kOk && operation.draft.fd >= 0;
+  try {
+    if (written) outcome = directory_.publish(request.id, operation.draft);
+  } catch (...) {  // no memory
+    outcome = Outcome::kIoError;
+  }
+  try {
+    if (operation.draft.fd >= 0 || operation.draft.reserved > 0) directory_.discard(operation.draft);
+  } catch (...) {  // who counts finds it
+  }
+  if (written && outcome == Outcome::kOk) {
+    counters_.add(Count::kWrites);
+    counters_.add(Count::kWriteBytes, static_cast<std::uint64_t>(operation.bytes));
   }
   counters_.write_seconds.add(Clock::now() - operation.start);
   request.image = nullptr;
@@ -530,8 +557,9 @@ void Core::answer() {
   }
 }
 
-bool Core::probe(std::uint32_t space, std::vector<Key> keys, Heads heads, bool prefix) {
-  const Clock::time_point until = Clock::now() + options_.lookup_timeout;
+bool Core::probe(std::uint32_t space, std::vector<Key> keys, Heads heads, bool prefix, Clock::time_point begin) {
+  const Clock::time_point until = begin + options_.lookup_timeout;
+  if (Clock::now() >= until) return false;
   const auto question = std::make_shared<Question>(Question{space, std::move(keys), heads, prefix, until});
   std::unique_lock lock(mutex_);
   // One at a time. Who comes while the file system keeps an old one waits no longer than that one did.
@@ -550,19 +578,24 @@ bool Core::probe(std::uint32_t space, std::vector<Key> keys, Heads heads, bool p
 class DirectoryTier final : public Tier {
  public:
   explicit DirectoryTier(std::shared_ptr<Core> core) : core_(std::move(core)) {}
-  ~DirectoryTier() override { core_->stop(); }
+  ~DirectoryTier() override {
+    core_->stop();
+    // In a forked child the parent's threads seem to wait on what is in it: it cannot even be destroyed.
+    if (getpid() != core_->pid_) new std::shared_ptr<Core>(std::move(core_));
+  }
 
   const char* kind() const override { return "directory"; }
   std::uint32_t space(const Namespace& space) override { return core_->directory_.space(space.digest()); }
   void pieces(std::uint32_t space, const Key& key, std::vector<Piece>& out) override {
-    core_->directory_.pieces(space, key, out);
+    if (!core_->sick()) core_->directory_.pieces(space, key, out);
   }
   std::size_t covered(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix,
                       std::span<std::uint8_t> out) override {
     return core_->sick() ? 0 : core_->directory_.covered(space, keys, heads, prefix, out);
   }
-  bool probe(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix) override {
-    return !core_->sick() && core_->probe(space, {keys.begin(), keys.end()}, heads, prefix);
+  bool probe(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix,
+             Clock::time_point begin) override {
+    return !core_->sick() && core_->probe(space, {keys.begin(), keys.end()}, heads, prefix, begin);
   }
   BufferPtr buffer(std::int64_t bytes) override { return core_->buffer(bytes); }
   std::int64_t largest() const override { return core_->staging_.size() / kPage * kPage; }
@@ -580,7 +613,7 @@ class DirectoryTier final : public Tier {
   void damaged(const PieceId& id) override { let_go(id, Going::kDamaged); }
   bool remove(std::uint32_t space, const Key& key) override {
     std::vector<Piece> known;
-    pieces(space, key, known);
+    core_->directory_.pieces(space, key, known);
     for (const Piece& piece : known) let_go({space, key, piece.heads}, Going::kRemoved);
     return !known.empty();
   }
@@ -596,7 +629,7 @@ class DirectoryTier final : public Tier {
     auto out = std::make_shared<Pinned>();
     out->core = core_;
     std::vector<Piece> known;
-    pieces(space, key, known);
+    core_->directory_.pieces(space, key, known);
     for (const Piece& piece : known) {
       if (const std::optional<Pin> pin = core_->directory_.pin({space, key, piece.heads})) out->pins.push_back(*pin);
     }
@@ -606,7 +639,7 @@ class DirectoryTier final : public Tier {
   TierMetrics metrics() const override {
     TierMetrics out;
     out.tier = kind();
-    out.detail = fmt::format("{}, {}", core_->options_.path, core_->engine_);
+    out.detail = fmt::format("{}, {}", core_->options_.path, core_->engine());
     if (core_->directory_.read_only()) out.detail += ", read-only";
     out.capacity_bytes = core_->options_.max_bytes;
     out.used_bytes = core_->directory_.used_bytes();

@@ -61,7 +61,7 @@ bool StoreImpl::choose(Fetch& fetch) {
   if (cover()) return true;
   bool more = false;
   for (std::size_t i = 0; i < tiers_.size(); ++i)
-    more = tiers_[i]->probe(numbers_[i], {&key, 1}, wanted, false) || more;
+    more = tiers_[i]->probe(numbers_[i], {&key, 1}, wanted, false, Clock::now()) || more;
   if (more) {
     collect();
     if (cover()) return true;
@@ -136,14 +136,17 @@ StoreImpl::Begun StoreImpl::begin_get(const std::shared_ptr<Fetch>& fetch) {
 }
 
 void StoreImpl::arrived(const std::shared_ptr<Fetch>& fetch) {
-  {
+  try {
     const std::lock_guard lock(mutex_);
     if (!stop_) {
       ready_.push_back(fetch);
       work_.notify_one();
       return;
     }
+  } catch (...) {  // no memory
   }
+  // The store has ended without it.
+  end(*fetch->job, fetch->chunk, Stage::kWaiting, Outcome::kTimeout);
   leave();
 }
 

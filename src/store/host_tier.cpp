@@ -81,7 +81,7 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
     return index_.covered(space, keys, heads, prefix, out);
   }
 
-  bool probe(std::uint32_t, std::span<const Key>, Heads, bool) override { return false; }
+  bool probe(std::uint32_t, std::span<const Key>, Heads, bool, Clock::time_point) override { return false; }
 
   bool lends() const override { return true; }
   std::int64_t largest() const override { return memory_->size() / kPage * kPage; }

@@ -15,6 +15,7 @@ StoreImpl::StoreImpl(std::vector<TierPtr> tiers, Namespace space, const StoreOpt
   if (tiers_.empty()) throw Error(ErrorCode::kArgument, "Store: no tiers are given");
   for (const TierPtr& tier : tiers_) {
     if (!tier) throw Error(ErrorCode::kArgument, "Store: a tier is null");
+    tier->check_process("Store");
     numbers_.push_back(tier->space(space_));
   }
   constexpr std::int64_t kMostHeads = 0xFFFF;  // file names have four digits
@@ -49,9 +50,14 @@ Job StoreImpl::submit(std::shared_ptr<JobState> job) {
   {
     const std::lock_guard lock(mutex_);
     if (!closed_) {
-      const std::size_t queued = waiting_.size() + starved_.size() + delayed_.size();
+      const std::size_t queued = waiting_.size() + starved_.size() + delayed_chunks_;
       taken = std::min(chunks, options_.queue_chunks - std::min(options_.queue_chunks, queued));
-      for (std::size_t i = 0; i < taken; ++i) waiting_.push_back({job, i, {}});
+      if (job->after && taken > 0) {
+        delayed_.push_front({Clock::now(), job, taken});
+        delayed_chunks_ += taken;
+      } else {
+        for (std::size_t i = 0; i < taken; ++i) waiting_.push_back({job, i, {}});
+      }
       if (taken > 0) jobs_.insert({job->deadline, job});
     }
   }
@@ -59,6 +65,12 @@ Job StoreImpl::submit(std::shared_ptr<JobState> job) {
   watch_.notify_one();
   for (std::size_t i = taken; i < chunks; ++i) end(*job, i, Stage::kQueued, Outcome::kRefused);
   return Job(std::move(job));
+}
+
+void Tier::check_process(const char* what) const {
+  if (getpid() == pid_) return;
+  throw Error(ErrorCode::kStore,
+              fmt::format("{}: a tier belongs to process {}; make tiers after the fork", what, pid_));
 }
 
 /// A forked child has none of the threads.

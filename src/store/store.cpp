@@ -42,10 +42,11 @@ std::size_t StoreImpl::lookup(std::span<const Key> keys, Heads heads, bool prefi
     }
     return head >= last;
   };
+  const Clock::time_point begin = Clock::now();
   const auto ask = [&](std::span<const Key> unknown) {
     bool more = false;
     for (std::size_t i = 0; i < tiers_.size(); ++i) {
-      more = tiers_[i]->probe(numbers_[i], unknown, heads, prefix) || more;
+      more = tiers_[i]->probe(numbers_[i], unknown, heads, prefix, begin) || more;
     }
     return more;
   };
@@ -85,6 +86,7 @@ std::size_t StoreImpl::lookup(std::span<const Key> keys, Heads heads, bool prefi
 }
 
 StoreMetrics StoreImpl::metrics() const {
+  check_process();
   StoreMetrics out;
   for (std::size_t i = 0; i < 6; ++i) {
     const std::string outcome(name_of(static_cast<Outcome>(i)));
@@ -101,6 +103,7 @@ StoreMetrics StoreImpl::metrics() const {
 }
 
 bool StoreImpl::flush(std::chrono::nanoseconds time) {
+  check_process();
   std::unique_lock lock(mutex_);
   return idle_.wait_for(lock, time,
                         [&] { return under_way_ == 0 && waiting_.empty() && starved_.empty() && delayed_.empty(); });
@@ -115,7 +118,7 @@ void StoreImpl::close() {
   }
   {
     std::unique_lock lock(mutex_);
-    if (closed_) return;
+    if (closed_) return idle_.wait(lock, [&] { return ended_; });  // somebody else ends it
     closed_ = true;
     Clock::time_point last = Clock::now();
     for (const auto& [deadline, job] : jobs_) last = std::max(last, deadline);
@@ -123,8 +126,11 @@ void StoreImpl::close() {
     dropped.swap(waiting_);
     for (Task& task : starved_) dropped.push_back(std::move(task));
     starved_.clear();
-    for (auto& [when, task] : delayed_) dropped.push_back(std::move(task));
+    for (const Later& later : delayed_) {
+      for (std::size_t i = 0; i < later.chunks; ++i) dropped.push_back({later.job, i, {}});
+    }
     delayed_.clear();
+    delayed_chunks_ = 0;
     lock.unlock();
     for (const Task& task : dropped) end(*task.job, task.chunk, Stage::kQueued, Outcome::kRefused);
     lock.lock();
@@ -135,6 +141,9 @@ void StoreImpl::close() {
   work_.notify_all();
   watch_.notify_all();
   for (std::thread& thread : threads) thread.join();
+  const std::lock_guard lock(mutex_);
+  ended_ = true;
+  idle_.notify_all();
 }
 
 /// Chunks that nobody evicts.
@@ -149,7 +158,10 @@ class PinsImpl {
 
 namespace kvstride {
 
-TierMetrics tier_metrics(const store::Tier& tier) { return tier.metrics(); }
+TierMetrics tier_metrics(const store::Tier& tier) {
+  tier.check_process("tier_metrics");
+  return tier.metrics();
+}
 
 Pins::Pins(std::unique_ptr<store::PinsImpl> impl) : impl_(std::move(impl)) {}
 Pins::~Pins() = default;
@@ -161,7 +173,11 @@ Store::Store(std::vector<TierPtr> tiers, Namespace space, const StoreOptions& op
     : impl_(std::make_shared<store::StoreImpl>(std::move(tiers), std::move(space), options)) {
   impl_->start();
 }
-Store::~Store() { close(); }
+Store::~Store() {
+  close();
+  // In a forked child the parent's threads seem to wait on what is in it: it cannot even be destroyed.
+  if (getpid() != impl_->pid_) new std::shared_ptr<store::StoreImpl>(std::move(impl_));
+}
 
 Job Store::put(std::span<const Key> keys, const Cache& cache, std::span<const std::int64_t> blocks,
                const RequestOptions& options) {
@@ -191,6 +207,7 @@ std::int64_t Store::lookup_prefix(std::span<const Key> keys, std::optional<Range
 }
 
 Pins Store::pin(std::span<const Key> keys) {
+  impl_->check_process();
   auto out = std::make_unique<store::PinsImpl>();
   out->tiers = impl_->tiers_;
   for (const Key& key : keys) {
@@ -207,6 +224,7 @@ Pins Store::pin(std::span<const Key> keys) {
 }
 
 std::int64_t Store::remove(std::span<const Key> keys) {
+  impl_->check_process();
   std::int64_t removed = 0;
   for (const Key& key : keys) {
     bool there = false;
@@ -223,6 +241,7 @@ StoreMetrics Store::metrics() const { return impl_->metrics(); }
 bool Store::flush(std::chrono::nanoseconds time) { return impl_->flush(time); }
 void Store::close() {
   impl_->close();
+  if (getpid() != impl_->pid_) return;
   // The last callbacks of tiers are on their way out: tiers shall not end on threads of their own.
   for (int i = 0; i < 1000 && impl_.use_count() > 1; ++i) std::this_thread::sleep_for(std::chrono::microseconds(100));
 }

@@ -87,6 +87,13 @@ struct Task {
   std::optional<Clock::time_point> starved;  ///< since when there is no memory for it
 };
 
+/// Chunks 0 to `chunks` − 1 of a job whose `after` has not answered true yet.
+struct Later {
+  Clock::time_point when;  ///< it is asked again
+  std::shared_ptr<JobState> job;
+  std::size_t chunks;
+};
+
 class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
  public:
   /// Throws Error(kArgument) where tiers or namespace cannot be used.
@@ -104,6 +111,8 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   StoreMetrics metrics() const;
   bool flush(std::chrono::nanoseconds time);
   void close();
+  /// Throws Error(kStore) in a forked child.
+  void check_process() const;
   void count(Tally tally, std::uint64_t by = 1) {
     tallies_[static_cast<std::size_t>(tally)].fetch_add(by, std::memory_order_relaxed);
   }
@@ -115,10 +124,9 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   const pid_t pid_ = getpid();
 
  private:
-  enum class Begun { kYes, kLater, kStarved };
+  enum class Begun { kYes, kStarved };
 
   // Requests.
-  void check_process() const;
   std::shared_ptr<JobState> job(Verb verb, std::span<const Key> keys, const RequestOptions& options) const;
   Job submit(std::shared_ptr<JobState> job);
 
@@ -127,7 +135,8 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   void watch();
   Begun begin(const Task& task);
   bool take(Task& out, Clock::time_point now);
-  void put_back(Task task, Begun begun);
+  bool ask_later(std::unique_lock<std::mutex>& lock, Clock::time_point now);
+  void put_back(Task task);
   void end(JobState& job, std::size_t chunk, Stage stage, Outcome outcome);
   bool is_ready(const JobState& job);
   void leave();
@@ -157,15 +166,18 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   std::condition_variable work_;
   std::condition_variable watch_;
   std::condition_variable idle_;
-  std::deque<Task> waiting_;                                // not started
-  std::deque<std::shared_ptr<Fetch>> ready_;                // read, to be checked; hold memory, so they go first
-  std::deque<std::pair<Clock::time_point, Task>> delayed_;  // their `after` said no
-  std::deque<Task> starved_;                                // no memory was free; the eldest is tried now and then
+  std::deque<Task> waiting_;                  // not started
+  std::deque<std::shared_ptr<Fetch>> ready_;  // read, to be checked; hold memory, so they go first
+  std::deque<Later> delayed_;                 // their `after` has not said yes
+  std::size_t delayed_chunks_ = 0;
+  bool asked_ = false;        // the last thing a thread did was asking: work goes first
+  std::deque<Task> starved_;  // no memory was free; the eldest is tried now and then
   Clock::time_point starved_until_{};
   std::multimap<Clock::time_point, std::weak_ptr<JobState>> jobs_;
   std::size_t under_way_ = 0;  // puts and gets between begin and their last step
   bool closed_ = false;
   bool stop_ = false;
+  bool ended_ = false;  // all of close() is done
   std::vector<std::thread> threads_;
 
   std::mutex shapes_mutex_;

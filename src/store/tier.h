@@ -2,6 +2,9 @@
 // What the store asks of a place for chunks.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -65,6 +68,9 @@ struct WriteRequest {
 class Tier {
  public:
   virtual ~Tier() = default;
+  /// Throws Error(kStore) in a forked child: it has a copy of the bookkeeping and none of the threads, and would spoil
+  /// what it shares with the parent.
+  void check_process(const char* what) const;
   virtual const char* kind() const = 0;
 
   /// This tier's number of a namespace.
@@ -77,8 +83,9 @@ class Tier {
   virtual std::size_t covered(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix,
                               std::span<std::uint8_t> out) = 0;
   /// Asks whoever may know more about these keys (files that another process wrote), in their order and for a bounded
-  /// time; with `prefix` up to the first that nobody has. Whether pieces() knows more now.
-  virtual bool probe(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix) = 0;
+  /// time from `begin` on; with `prefix` up to the first that nobody has. Whether pieces() knows more now.
+  virtual bool probe(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix,
+                     Clock::time_point begin) = 0;
 
   /// Whether images in this tier's memory are read without a copy; read() then needs no `into`.
   virtual bool lends() const { return false; }
@@ -102,6 +109,9 @@ class Tier {
   virtual void only_here(const PieceId&) {}
 
   virtual TierMetrics metrics() const = 0;
+
+ private:
+  const pid_t pid_ = ::getpid();
 };
 
 }  // namespace kvstride::store

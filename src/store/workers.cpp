@@ -30,10 +30,6 @@ bool StoreImpl::is_ready(const JobState& job) {
 
 /// The next task: one that has been short of memory, now and then; else the eldest. The lock must be held.
 bool StoreImpl::take(Task& out, Clock::time_point now) {
-  if (!delayed_.empty() && delayed_.front().first <= now) {
-    waiting_.push_front(std::move(delayed_.front().second));
-    delayed_.pop_front();
-  }
   std::deque<Task>* from = nullptr;
   if (!starved_.empty() && starved_until_ <= now) {
     from = &starved_;
@@ -46,17 +42,46 @@ bool StoreImpl::take(Task& out, Clock::time_point now) {
   return true;
 }
 
-/// A task that could not begin. The lock must be held.
-void StoreImpl::put_back(Task task, Begun begun) {
+/// Asks the job whose turn it is whether its blocks may be touched. The lock must be held; it is not meanwhile.
+bool StoreImpl::ask_later(std::unique_lock<std::mutex>& lock, Clock::time_point now) {
+  constexpr auto kPause = std::chrono::microseconds(200);
+  if (delayed_.empty() || delayed_.front().when > now) return false;
+  Later one = std::move(delayed_.front());
+  delayed_.pop_front();
+  ++under_way_;
+  lock.unlock();
+  // What is over, or shall not begin, has no reason to wait.
+  const bool over = one.job->left.load() == 0 || one.job->cancelled;
+  const bool ready = over || is_ready(*one.job);
+  lock.lock();
+  --under_way_;
+  if (!ready && !closed_) {
+    one.when = now + kPause;
+    delayed_.push_back(std::move(one));
+    return true;
+  }
+  delayed_chunks_ -= one.chunks;
+  for (std::size_t i = 0; i < one.chunks; ++i) {
+    if (closed_) {
+      end(*one.job, i, Stage::kQueued, Outcome::kRefused);
+    } else {
+      waiting_.push_back({one.job, i, {}});
+    }
+  }
+  work_.notify_all();
+  if (under_way_ == 0) idle_.notify_all();
+  return true;
+}
+
+/// A task that found no memory. The lock must be held.
+void StoreImpl::put_back(Task task) {
   constexpr auto kPause = std::chrono::microseconds(200);
   constexpr auto kHopeless = std::chrono::milliseconds(250);
   const Clock::time_point now = Clock::now();
   // Everything that could give memory back may be pinned, for as long as its owner likes.
-  const bool hopeless = begun == Begun::kStarved && under_way_ == 1 && task.starved && now - *task.starved > kHopeless;
+  const bool hopeless = under_way_ == 1 && task.starved && now - *task.starved > kHopeless;
   if (closed_ || hopeless) {
     end(*task.job, task.chunk, Stage::kQueued, Outcome::kRefused);
-  } else if (begun == Begun::kLater) {
-    delayed_.emplace_back(now + kPause, std::move(task));
   } else {
     const bool again = task.starved.has_value();
     if (!again) task.starved = now;
@@ -79,20 +104,22 @@ void StoreImpl::work() {
       lock.lock();
     } else if (stop_) {
       return;
-    } else if (take(task, now)) {
+    } else if (!asked_ && ask_later(lock, now)) {
+      asked_ = true;
+    } else if (asked_ = false; take(task, now)) {
       ++under_way_;
       lock.unlock();
       const Begun begun = begin(task);
       lock.lock();
       if (begun != Begun::kYes) {
-        put_back(std::move(task), begun);
+        put_back(std::move(task));
         if (--under_way_ == 0) idle_.notify_all();
       }
       task = {};
     } else if (!starved_.empty() || !delayed_.empty()) {
       Clock::time_point until = Clock::time_point::max();
       if (!starved_.empty()) until = starved_until_;
-      if (!delayed_.empty()) until = std::min(until, delayed_.front().first);
+      if (!delayed_.empty()) until = std::min(until, delayed_.front().when);
       work_.wait_until(lock, until);
     } else {
       work_.wait(lock);
@@ -133,7 +160,6 @@ StoreImpl::Begun StoreImpl::begin(const Task& task) {
     leave();
     return Begun::kYes;
   }
-  if (!is_ready(job)) return Begun::kLater;
   try {
     if (is_put(job.verb)) return begin_put(task);
     auto fetch = std::make_shared<Fetch>();
