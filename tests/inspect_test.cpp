@@ -658,6 +658,24 @@ TEST_F(EditTest, CountingRemovesWhatTheDeadLeft) {
   EXPECT_EQ(store.ledger().used, take_census(store).bytes());
 }
 
+/// A damaged account: whose a temporary file is shows when living processes have written their part of it again.
+TEST_F(EditTest, CountingWaitsUntilItIsToldWhoLives) {
+  Memory memory(Layout("KV B N H D", geometry()), 1);
+  put(memory, 0, 3);
+  const TierPtr living = tier();
+  const std::string draft = path() + "/tmp/" + std::string(32, 'a');
+  write_file(draft, std::string(5000, 'x'));
+  std::string bytes = read_file(path() + "/ledger");
+  bytes[200] = static_cast<char>(bytes[200] ^ 1);
+  const StoreFolder store = folder();
+  write_file(path() + "/ledger", bytes);
+  {
+    StoreEditor editor(store);
+    EXPECT_EQ(editor.count().temporaries.size(), 0U);
+  }
+  EXPECT_FALSE(fs::exists(draft)) << "taken for a living process's, and in no sum";
+}
+
 TEST_F(EditTest, ACountThatCannotListEverythingIsNone) {
   Memory memory(Layout("KV B N H D", geometry()), 1);
   put(memory, 0, 20 % 12);

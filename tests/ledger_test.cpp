@@ -555,6 +555,24 @@ TEST(Ledger, ADamagedRecordMeansUnknown) {
   }
 }
 
+/// Until then its room is in no sum: others could take it once more.
+TEST(Ledger, ACountIsNoneBeforeAllHaveToldWhatTheyReserved) {
+  const Directory dir;
+  const auto a = counted_ledger(dir, 10'000);
+  const auto b = open_ledger(dir, 10'000);
+  ASSERT_EQ(a->reserve(8000), Room::kTaken);
+  ASSERT_EQ(::truncate(dir.path("ledger").c_str(), 0), 0);
+  std::this_thread::sleep_for(kUnsure);
+  ASSERT_EQ(b->begin_count(), Count::kMine);
+  b->end_count(0);
+  EXPECT_EQ(b->reserve(5000), Room::kBusy);
+  EXPECT_TRUE(a->flush());
+  ASSERT_EQ(b->begin_count(), Count::kMine);
+  b->end_count(0);
+  EXPECT_EQ(b->reserve(5000), Room::kFull);
+  EXPECT_EQ(b->reserve(1000), Room::kTaken);
+}
+
 TEST(Ledger, AForeignLockIsNotWaitedForLong) {
   const Directory dir;
   const auto ledger = open_ledger(dir, 1000, milliseconds(100));

@@ -113,9 +113,23 @@ Census StoreEditor::count() {
   return settle();
 }
 
+/// After a damaged record, living processes write their part of it again when they next look at it. Until then nobody
+/// can tell whose a temporary file is.
+void StoreEditor::wait_for_tokens() {
+  const auto until = std::chrono::steady_clock::now() + kPatience;
+  while (ledger_->live_tokens().empty()) {
+    if (std::chrono::steady_clock::now() > until) {
+      throw Error(ErrorCode::kStore,
+                  fmt::format("store: '{}': a process that has it open does not answer", store_.path()));
+    }
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
 /// The count that was begun.
 Census StoreEditor::settle() {
   try {
+    wait_for_tokens();
     Census out = take_census(store_);
     if (!out.whole) {
       throw Error(ErrorCode::kStore, fmt::format("store: '{}': its folders cannot all be listed", store_.path()));

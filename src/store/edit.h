@@ -68,6 +68,7 @@ class StoreEditor {
   Ledger& ledger() { return *ledger_; }
 
  private:
+  void wait_for_tokens();
   Census settle();
   std::uint64_t mark();
   bool remove_if_empty(const std::string& name);

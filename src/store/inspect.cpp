@@ -201,7 +201,10 @@ std::vector<LooseFile> StoreFolder::quarantine(bool* whole) const { return loose
 std::vector<LooseFile> StoreFolder::temporaries(bool* whole) const {
   std::vector<LooseFile> out = loose("tmp", whole);
   const LedgerState state = ledger();  // after the listing: who starts now is not in it
-  if (!state.all_tokens) return out;
+  if (!state.all_tokens) {
+    if (whole != nullptr && !out.empty()) *whole = false;
+    return out;
+  }
   for (LooseFile& file : out) {
     const std::string token = file.name.substr(0, kTokenName);
     file.dead = file.name.size() == kDraftName &&

@@ -75,7 +75,8 @@ class StoreFolder {
   std::string space(std::string_view prefix) const;
 
   LedgerState ledger() const;
-  /// Files of quarantine/, and of tmp/ (`dead` is then told). `whole` becomes false where not all could be listed.
+  /// Files of quarantine/, and of tmp/ (`dead` is then told). `whole` becomes false where not all could be listed, or
+  /// it cannot be told which are dead.
   std::vector<LooseFile> quarantine(bool* whole = nullptr) const;
   std::vector<LooseFile> temporaries(bool* whole = nullptr) const;
 

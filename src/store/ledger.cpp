@@ -243,6 +243,13 @@ void Ledger::bury(LedgerRecord& record) {
   }
 }
 
+/// Whether the record has what every living process has reserved: not where it was damaged, and one of them has not
+/// written its part again.
+bool Ledger::all_told(const LedgerRecord& record) {
+  return std::none_of(record.slots.begin(), record.slots.end(),
+                      [](const LedgerSlot& slot) { return slot.in_use != 0 && slot.token == 0; });
+}
+
 /// Ends the count of a process that died.
 bool Ledger::count_under_way(LedgerRecord& record) {
   if (record.counter == 0) return false;
@@ -296,8 +303,8 @@ void Ledger::finish_count(LedgerRecord& record) {
   const std::int64_t bytes = *std::exchange(local_.result, std::nullopt);
   if (record.counter != token_) return;
   record.counter = 0;
-  record.known = bytes >= 0 ? 1 : 0;
-  if (bytes >= 0) {
+  record.known = bytes >= 0 && all_told(record) ? 1 : 0;
+  if (record.known != 0) {
     record.used = bytes;
     record.lost = 0;
   }
@@ -350,13 +357,12 @@ std::vector<std::string> Ledger::live_tokens() {
   if (forked()) return {};
   const std::lock_guard lock(mutex_);
   std::vector<std::string> tokens;
-  bool all = true;
+  bool all = false;
   const bool done = with_record(true, [&](LedgerRecord& record) {
     bury(record);
+    all = all_told(record);
     for (const LedgerSlot& slot : record.slots) {
-      if (slot.in_use == 0) continue;
-      if (slot.token == 0) all = false;
-      tokens.push_back(text_of(slot.token));
+      if (slot.in_use != 0) tokens.push_back(text_of(slot.token));
     }
   });
   if (!done || !all) tokens.clear();

@@ -65,7 +65,8 @@ class Ledger {
   /// kBusy in every process. Takes 75 ms where others live.
   Count begin_count(bool force = false);
   /// Ends it: these are the bytes of all files but temporaries of live processes (what those have reserved covers
-  /// them). Reservations of processes that were dead when it began are dropped.
+  /// them). Reservations of processes that were dead when it began are dropped. Counts for nothing while a living
+  /// process has yet to write its part of a damaged record again: what it has reserved is then in no sum.
   void end_count(std::int64_t bytes);
   /// Ends it without a result: somebody must count again.
   void cancel_count();
@@ -135,6 +136,7 @@ class Ledger {
   bool read_record(LedgerRecord& record);
   bool write_record(LedgerRecord& record);
   bool lives(std::size_t slot);
+  static bool all_told(const LedgerRecord& record);
   void rebuild(LedgerRecord& record);
   void bury(LedgerRecord& record);
   bool count_under_way(LedgerRecord& record);

@@ -63,7 +63,9 @@ std::int64_t Directory::scan_flat(int fd, bool drafts, bool& whole) {
       const int failed = io_->stat_at(fd, name.c_str(), stat);
       if (failed == 0 && S_ISREG(stat.st_mode)) bytes += bytes_on_disk(stat);
       if (failed < 0 && failed != -ENOENT) whole = false;
-    } else if (name.size() == kDraftName && !live.empty() &&
+    } else if (name.size() == kDraftName && live.empty()) {
+      whole = false;  // a dead process's, or covered by what a living one has reserved? It cannot be told
+    } else if (name.size() == kDraftName &&
                std::find(live.begin(), live.end(), name.substr(0, kTokenName)) == live.end()) {
       const int failed = retry([&] { return io_->unlink(fd, name.c_str()); });
       if (failed < 0 && failed != -ENOENT && failed != -EISDIR)

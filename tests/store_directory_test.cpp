@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// A directory that others damage, empty, count and fill: the limit holds, and it is soon of use again.
+#include <fcntl.h>
+
+#include "child.h"
+#include "store/ledger.h"
+#include "store_faults.h"
+
+namespace kvstride::test {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::int64_t kLimit = 8 << 20;
+
+std::int64_t size_of(const std::vector<std::string>& files) {
+  std::int64_t bytes = 0;
+  for (const std::string& file : files) {
+    std::error_code gone;
+    const auto size = fs::file_size(file, gone);
+    if (!gone) bytes += static_cast<std::int64_t>(size);
+  }
+  return bytes;
+}
+
+class StoreDirectory : public testing::Test {
+ protected:
+  void SetUp() override {
+    fs::create_directory(root);
+    dir = ::open(root.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  }
+  void TearDown() override { ::close(dir); }
+
+  /// The slot of another process, that does nothing of itself.
+  std::unique_ptr<store::Ledger> another() const {
+    return std::make_unique<store::Ledger>(store::system_io(), dir, store::Ledger::Options{.max_bytes = kLimit});
+  }
+  void tear_the_ledger() const {
+    std::string bytes = read_file(root + "/ledger");
+    bytes[200] = static_cast<char>(bytes[200] ^ 1);
+    const int fd = ::openat(dir, "ledger", O_WRONLY | O_CLOEXEC);
+    EXPECT_EQ(::pwrite(fd, bytes.data(), bytes.size(), 0), static_cast<ssize_t>(bytes.size()));
+    ::close(fd);
+  }
+
+  Scratch scratch;
+  std::string root = scratch.path();
+  int dir = -1;
+};
+
+/// Whose a draft is cannot be told while a living process has not written its part of the account again.
+TEST_F(StoreDirectory, DraftsOfTheDeadAfterATornAccount) {
+  { Client({directory_tier(small_tier(root))}).put(range(0, 10)); }
+  const auto alive = another();
+  const std::string draft = root + "/tmp/" + std::string(32, 'a');
+  write_file(draft, std::string(7 << 20, 'x'));
+  tear_the_ledger();
+  const TierPtr tier = directory_tier(small_tier(root));
+  Client client({tier});
+  const auto end = SteadyClock::now() + 1500ms;  // some counts
+  for (int i = 1; SteadyClock::now() < end; ++i) {
+    client.put(range(i * 10, 10));
+    const OnDisk disk = look(root);
+    ASSERT_LE(disk.bytes + size_of(disk.temporaries), kLimit);
+  }
+  EXPECT_TRUE(alive->flush());
+  EXPECT_TRUE(soon([&] { return client.put({1000}) == all(Outcome::kOk, 1); })) << told(tier);
+  EXPECT_FALSE(fs::exists(draft));
+  expect_at_rest(root, tier);
+}
+
+}  // namespace
+}  // namespace kvstride::test
