@@ -69,5 +69,20 @@ TEST_F(StoreDirectory, DraftsOfTheDeadAfterATornAccount) {
   expect_at_rest(root, tier);
 }
 
+/// With quarantine/ gone a damaged chunk must not stay for ever.
+TEST_F(StoreDirectory, DamageWithoutQuarantine) {
+  const TierPtr tier = directory_tier(small_tier(root));
+  Client client({tier});
+  ASSERT_EQ(client.put(range(0, 4)), all(Outcome::kOk, 4));
+  fs::remove_all(root + "/quarantine");
+  damage(piece_path(root, 0, 1));
+  EXPECT_EQ(client.get({1}), all(Outcome::kCorrupt, 1));
+  EXPECT_TRUE(soon([&] { return !fs::exists(piece_path(root, 0, 1)); }));
+  EXPECT_EQ(look(root).set_aside.size(), 1U) << "the folder is made again";
+  EXPECT_EQ(client.put({1}), all(Outcome::kOk, 1));
+  EXPECT_EQ(client.get({1}), all(Outcome::kOk, 1));
+  expect_at_rest(root, tier);
+}
+
 }  // namespace
 }  // namespace kvstride::test

@@ -472,19 +472,35 @@ int Directory::unlink_piece(const PieceId& id, std::int64_t& bytes) {
   return 0;
 }
 
+/// Moves a file to quarantine/. 0 also where it has gone.
+int Directory::set_aside(const PieceId& id) {
+  const Folder folder = shard(id, false);
+  if (folder.fd() < 0) return folder.fd() == -ENOENT ? 0 : folder.fd();
+  const std::string name = file_name(id.key, id.heads);
+  const std::string there = to_hex(digest(id.space)) + name;
+  const std::shared_lock lock(files_);
+  if (ledger_->mark() == 0) return -EBUSY;
+  const auto move = [&] {
+    return retry([&] { return io_->rename_new(folder.fd(), name.c_str(), folders_.quarantine(), there.c_str()); });
+  };
+  int error = move();
+  if (error == -ENOENT) {  // the file, or quarantine/?
+    struct stat stat;
+    const int here = retry([&] { return io_->stat_at(folder.fd(), name.c_str(), stat); });
+    if (here < 0) return here == -ENOENT ? 0 : here;
+    folders_.look_again();
+    error = move();
+  }
+  if (error == 0) quarantined_ = true;
+  return error;
+}
+
 /// Whether it is done, and not to be tried again.
 bool Directory::settle_one(const Gone& gone) {
   if (gone.why == Going::kDamaged) {
-    const Folder folder = shard(gone.id, false);
-    if (folder.fd() < 0) return folder.fd() == -ENOENT;
-    const std::string name = file_name(gone.id.key, gone.id.heads);
-    const std::string there = to_hex(digest(gone.id.space)) + name;
-    const std::shared_lock lock(files_);
-    if (ledger_->mark() == 0) return false;
-    const int error =
-        retry([&] { return io_->rename_new(folder.fd(), name.c_str(), folders_.quarantine(), there.c_str()); });
-    if (error == 0) quarantined_ = true;
-    if (error == 0 || error == -ENOENT) return true;
+    const int error = set_aside(gone.id);
+    if (error == 0) return true;
+    if (error == -EBUSY) return false;
   }
   // Or one of that name is set aside already, or it cannot be: then it goes.
   std::int64_t freed = 0;

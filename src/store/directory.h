@@ -124,6 +124,7 @@ class Directory {
   bool is_going(const PieceId& id) const;
   void done_going(const PieceId& id);
   std::uint64_t num_gone() const;
+  int set_aside(const PieceId& id);
   bool settle_one(const Gone& gone);
   int unlink_piece(const PieceId& id, std::int64_t& bytes);
   bool may_change();

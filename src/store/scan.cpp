@@ -109,6 +109,7 @@ void Directory::adopt(Scan& scan) {
 void Directory::count_files(bool mine) {
   try {
     const std::unique_lock lock(files_);
+    folders_.look_again();  // what others have put into folders that were made again is counted, too
     Scan found;
     scan(found);
     if (mine) {
