@@ -84,5 +84,24 @@ TEST_F(StoreDirectory, DamageWithoutQuarantine) {
   expect_at_rest(root, tier);
 }
 
+/// A folder that was removed is made again with all that tells other processes what is in it.
+TEST_F(StoreDirectory, OthersFindWhatIsWrittenAfterItsFolderWasRemoved) {
+  Client writer({directory_tier(small_tier(root))});
+  const std::string space = root + "/" + raw_space(0).hex();
+  for (const std::string& removed : {space, fs::path(piece_path(root, 0, 2)).parent_path().string()}) {
+    Client reader({directory_tier(small_tier(root))});
+    ASSERT_EQ(writer.put({1, 2}), all(Outcome::kOk, 2));
+    ASSERT_EQ(reader.put({3}), all(Outcome::kOk, 1)) << "so that it has the folder open";
+    ASSERT_EQ(reader.get({2}), all(Outcome::kOk, 1));
+    fs::remove_all(removed);
+    writer.get({1, 2});
+    EXPECT_EQ(writer.put({2}), all(Outcome::kOk, 1));
+    reader.get({2});  // that it has gone
+    EXPECT_TRUE(soon([&] { return reader.lookup({2}) == std::vector<bool>{true}; })) << removed;
+    EXPECT_EQ(reader.get({2}), all(Outcome::kOk, 1));
+    writer.remove({1, 2, 3});
+  }
+}
+
 }  // namespace
 }  // namespace kvstride::test

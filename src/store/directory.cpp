@@ -232,16 +232,22 @@ int Directory::mark_split(std::uint32_t space, Heads heads) {
     const std::lock_guard spaces(mutex_);
     where = spaces_[space].get();
   }
-  if (std::find(where->splits.begin(), where->splits.end(), heads) != where->splits.end()) return 0;
   const Folder folder = folders_.space(where->digest, true);
   if (folder.fd() < 0) return folder.fd();
-  const mode_t mode = folders_.file_mode();
-  const int marker =
-      retry([&] { return io_->open(folder.fd(), heads_name(heads).c_str(), O_WRONLY | O_CREAT | O_NONBLOCK, mode); });
-  if (marker < 0) return marker;
-  if (options_.group) retry([&] { return io_->chmod_fd(marker, mode); });
-  io_->close(marker);
-  where->splits.push_back(heads);
+  // It is looked at each time: the folder may be another one than it was.
+  const std::string name = heads_name(heads);
+  struct stat stat;
+  if (retry([&] { return io_->stat_at(folder.fd(), name.c_str(), stat); }) < 0) {
+    const mode_t mode = folders_.file_mode();
+    const int marker =
+        retry([&] { return io_->open(folder.fd(), name.c_str(), O_WRONLY | O_CREAT | O_NONBLOCK, mode); });
+    if (marker < 0) return marker;
+    if (options_.group) retry([&] { return io_->chmod_fd(marker, mode); });
+    io_->close(marker);
+  }
+  if (std::find(where->splits.begin(), where->splits.end(), heads) == where->splits.end()) {
+    where->splits.push_back(heads);
+  }
   return 0;
 }
 
@@ -410,7 +416,7 @@ Outcome Directory::publish(const PieceId& id, Draft& draft) {
     }
     if (error == -ENOENT && attempt == 0) {
       folders_.look_again();
-      error = 0;
+      error = mark_split(id.space, id.heads);
     } else if (error == -EEXIST && !settle(id)) {
       discard(draft);
       counters_.add(Count::kRefusedBusy);

@@ -115,6 +115,8 @@ class Directory {
   Folder shard(const PieceId& id, bool make) { return folders_.shard(digest(id.space), shard_of(id.key), make); }
   std::vector<Heads> splits_of(std::uint32_t space);
   void learn_splits(Space& space);
+  /// Says in the namespace's folder that somebody wrote these heads. It must be done before a file gets its name:
+  /// other processes look for nothing else.
   int mark_split(std::uint32_t space, Heads heads);
   void probe_direct();
 

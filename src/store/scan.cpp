@@ -138,6 +138,7 @@ void Directory::keep_house() {
   const Clock::time_point now = Clock::now();
   if (now - counted_ < std::chrono::seconds(1)) return;
   counted_ = now;
+  folders_.look_again();  // a lookup does not tell a removed folder from one that lacks the file
   if (ledger_->begin_count() == Ledger::Count::kMine) count_files(true);
 }
 
