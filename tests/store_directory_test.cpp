@@ -103,5 +103,52 @@ TEST_F(StoreDirectory, OthersFindWhatIsWrittenAfterItsFolderWasRemoved) {
   }
 }
 
+/// Files that are ready when somebody begins to count: all of them together wait a moment, not one after the other.
+TEST_F(StoreDirectory, ALongCountDelaysNobody) {
+  store::Counters counters;
+  store::Directory directory(store::system_io(), {.path = root, .max_bytes = kLimit, .keep_free = 0}, counters);
+  const std::uint32_t space = directory.space(raw_space(0).digest());
+  const auto id = [&](int number) { return store::PieceId{space, key_of(number), {}}; };
+  const auto other = another();
+  std::vector<store::Draft> drafts(40);
+  for (int i = 0; i < 40; ++i) {
+    store::Draft& draft = drafts[static_cast<std::size_t>(i)];
+    ASSERT_FALSE(directory.begin(id(i), 2 * 4096, draft));
+    ASSERT_EQ(::ftruncate(draft.fd, 2 * 4096), 0);
+  }
+  ASSERT_EQ(other->begin_count(true), store::Ledger::Count::kMine);
+  const auto begin = SteadyClock::now();
+  for (int i = 0; i < 40; ++i)
+    EXPECT_EQ(directory.publish(id(i), drafts[static_cast<std::size_t>(i)]), Outcome::kRefused);
+  EXPECT_LT(SteadyClock::now() - begin, 20s);
+  EXPECT_EQ(counters.get(store::Count::kRefusedBusy), 40U);
+  other->end_count(0);
+  EXPECT_TRUE(soon([&] { return !directory.begin(id(50), 2 * 4096, drafts[0]); }));
+  ASSERT_EQ(::ftruncate(drafts[0].fd, 2 * 4096), 0);
+  EXPECT_EQ(directory.publish(id(50), drafts[0]), Outcome::kOk);
+}
+
+/// The same where this process counts, and the file system does not answer meanwhile.
+TEST_F(StoreDirectory, ACountThatHangsDelaysNobody) {
+  const auto io = std::make_shared<FaultIo>();
+  const TierPtr tier = store::make_directory_tier(small_tier(root), io);
+  StoreOptions options;
+  options.deadline = 10s;
+  Client client({tier}, 0, 12388, options);
+  ASSERT_EQ(client.put(range(0, 20)), all(Outcome::kOk, 20));
+  io->set({.calls = kList, .effect = Fault::kHang});
+  {
+    const auto other = another();
+    ASSERT_EQ(other->begin_count(true), store::Ledger::Count::kMine);
+    other->cancel_count();
+  }
+  ASSERT_TRUE(soon([&] { return io->hanging() > 0; }));
+  client.remove(range(0, 8));
+  EXPECT_EQ(client.get({10, 11, 12}), all(Outcome::kOk, 3));
+  io->lift();
+  EXPECT_TRUE(soon([&] { return look(root).pieces.size() == 12; }));
+  expect_at_rest(root, tier, io.get());
+}
+
 }  // namespace
 }  // namespace kvstride::test

@@ -366,6 +366,7 @@ std::optional<Outcome> Directory::begin(const PieceId& id, std::int64_t bytes, D
   }
   if (error < 0) return failed(error);
   if (const std::optional<Outcome> refused = take_room(room)) return refused;
+  patience_ends_ = 0;  // nobody counts
   out.reserved = room;
   out.name = fmt::format("{}{:016x}", ledger_->token(), ++next_draft_);
   const mode_t mode = folders_.file_mode();
@@ -392,17 +393,18 @@ Outcome Directory::publish(const PieceId& id, Draft& draft) {
   const int closed = io_->close(draft.fd);  // tells of writes that were lost later
   draft.fd = -1;
   if (error == 0) error = closed;
-  if (error == 0 && !may_change()) {
+  const auto refuse = [&] {
     discard(draft);
     counters_.add(Count::kRefusedBusy);
     return Outcome::kRefused;
-  }
+  };
   const std::string name = file_name(id.key, id.heads);
   constexpr int kMostAttempts = 8;  // others may make and remove the same piece all the time
   for (int attempt = 0; error == 0 && attempt < kMostAttempts; ++attempt) {
     {
-      const std::shared_lock lock(files_);
       const Folder folder = shard(id, true);
+      const Changing changing = change_soon();
+      if (!changing) return refuse();
       error = folder.fd() < 0 ? folder.fd() : retry([&] {
         return io_->rename_new(folders_.tmp(), draft.name.c_str(), folder.fd(), name.c_str());
       });
@@ -418,9 +420,7 @@ Outcome Directory::publish(const PieceId& id, Draft& draft) {
       folders_.look_again();
       error = mark_split(id.space, id.heads);
     } else if (error == -EEXIST && !settle(id)) {
-      discard(draft);
-      counters_.add(Count::kRefusedBusy);
-      return Outcome::kRefused;
+      return refuse();
     } else if (error == -EEXIST) {
       probe(id.space, {&id.key, 1}, id.heads, false);
       if (holds(id)) {  // another process was faster, or this one did not know it
@@ -436,13 +436,31 @@ Outcome Directory::publish(const PieceId& id, Draft& draft) {
   return no_space(error) ? Outcome::kRefused : Outcome::kIoError;
 }
 
-/// While another process counts, files stay as they are; that is soon over.
-bool Directory::may_change() {
-  for (int i = 0; i < 200; ++i) {
-    if (ledger_->mark() != 0) return true;
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+/// Nothing waits: a count may take long, and who reads must not wait for those who write.
+Directory::Changing Directory::change() {
+  Changing out;
+  out.lock = std::shared_lock(files_, std::try_to_lock);  // not while this process counts,
+  if (out.lock) out.mark = ledger_->mark();               // nor while another one does
+  return out;
+}
+
+/// Most counts are short, and what was written would be lost. But all calls together wait for one only so long, however
+/// many files are ready.
+Directory::Changing Directory::change_soon() {
+  constexpr std::chrono::milliseconds kPatience(500);
+  while (true) {
+    Changing out = change();
+    if (out) {
+      patience_ends_ = 0;
+      return out;
+    }
+    out.lock = {};
+    const Clock::rep now = Clock::now().time_since_epoch().count();
+    Clock::rep end = 0;
+    if (patience_ends_.compare_exchange_strong(end, now + Clock::duration(kPatience).count())) end = now + 1;
+    if (now >= end) return out;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
-  return false;
 }
 
 void Directory::discard(Draft& draft) {
@@ -464,16 +482,15 @@ int Directory::unlink_piece(const PieceId& id, std::int64_t& bytes) {
   const Folder folder = shard(id, false);
   if (folder.fd() < 0) return folder.fd();
   const std::string name = file_name(id.key, id.heads);
-  const std::shared_lock lock(files_);
-  const std::uint64_t mark = ledger_->mark();
-  if (mark == 0) return -EBUSY;
+  const Changing changing = change();
+  if (!changing) return -EBUSY;
   struct stat stat;
   int error = io_->stat_at(folder.fd(), name.c_str(), stat);
   if (error == 0 && !S_ISREG(stat.st_mode)) error = -ENOENT;
   if (error == 0) error = retry([&] { return io_->unlink(folder.fd(), name.c_str()); });
   if (error < 0) return error;
   bytes = bytes_on_disk(stat);
-  ledger_->release(bytes, mark);
+  ledger_->release(bytes, changing.mark);
   known_used_ -= bytes;
   return 0;
 }
@@ -484,8 +501,8 @@ int Directory::set_aside(const PieceId& id) {
   if (folder.fd() < 0) return folder.fd() == -ENOENT ? 0 : folder.fd();
   const std::string name = file_name(id.key, id.heads);
   const std::string there = to_hex(digest(id.space)) + name;
-  const std::shared_lock lock(files_);
-  if (ledger_->mark() == 0) return -EBUSY;
+  const Changing changing = change();
+  if (!changing) return -EBUSY;
   const auto move = [&] {
     return retry([&] { return io_->rename_new(folder.fd(), name.c_str(), folders_.quarantine(), there.c_str()); });
   };

@@ -129,7 +129,15 @@ class Directory {
   int set_aside(const PieceId& id);
   bool settle_one(const Gone& gone);
   int unlink_piece(const PieceId& id, std::int64_t& bytes);
-  bool may_change();
+
+  /// Leave to change files, while it lasts; false while somebody counts.
+  struct Changing {
+    std::shared_lock<std::shared_mutex> lock;
+    std::uint64_t mark = 0;
+    explicit operator bool() const { return mark != 0; }
+  };
+  Changing change();
+  Changing change_soon();
 
   std::optional<Outcome> take_room(std::int64_t bytes);
   bool free_on_disk(std::int64_t bytes);
@@ -153,8 +161,10 @@ class Directory {
   std::unique_ptr<Ledger> ledger_;
   std::atomic<std::uint64_t> next_draft_{0};
   std::atomic<std::int64_t> paused_until_{0};  ///< writes, after the file system was full; Clock ticks
-  std::atomic<bool> quarantined_{false};       ///< there may be files in quarantine/
-  std::atomic<std::int64_t> known_used_{0};    ///< by the account, and what this process has changed since
+  /// Until when who has written waits for the end of the count under way, Clock ticks; 0: none was met.
+  std::atomic<Clock::rep> patience_ends_{0};
+  std::atomic<bool> quarantined_{false};     ///< there may be files in quarantine/
+  std::atomic<std::int64_t> known_used_{0};  ///< by the account, and what this process has changed since
   Clock::time_point rescanned_{};
   Clock::time_point counted_{};
 

@@ -52,7 +52,7 @@ bool Directory::make_space(std::int64_t bytes) {
   return false;
 }
 
-/// Quarantined files go first: nobody reads them.
+/// Quarantined files go first: nobody reads them. Bytes that came free; 0: there are none; −EBUSY: somebody counts.
 std::int64_t Directory::drop_quarantined() {
   std::vector<std::string> names;
   const Folder listing = folders_.again(folders_.quarantine());
@@ -61,14 +61,14 @@ std::int64_t Directory::drop_quarantined() {
     if (is_lower_hex(name)) names.emplace_back(name);
     return names.size() < 64;
   });
-  const std::shared_lock lock(files_);
   for (const std::string& name : names) {
-    const std::uint64_t mark = ledger_->mark();
+    const Changing changing = change();
     struct stat stat;
-    if (mark == 0 || io_->stat_at(listing.fd(), name.c_str(), stat) < 0 || !S_ISREG(stat.st_mode)) continue;
+    if (!changing) return -EBUSY;
+    if (io_->stat_at(listing.fd(), name.c_str(), stat) < 0 || !S_ISREG(stat.st_mode)) continue;
     if (retry([&] { return io_->unlink(listing.fd(), name.c_str()); }) < 0) continue;
     const std::int64_t freed = bytes_on_disk(stat);
-    ledger_->release(freed, mark);
+    ledger_->release(freed, changing.mark);
     known_used_ -= freed;
     if (freed > 0) return freed;
   }
@@ -87,7 +87,7 @@ std::optional<std::int64_t> Directory::used_elsewhere(const PieceId& id, std::in
 std::int64_t Directory::evict_one() {
   const std::lock_guard one_at_a_time(evict_mutex_);
   if (quarantined_) {
-    if (const std::int64_t freed = drop_quarantined(); freed > 0) return freed;
+    if (const std::int64_t freed = drop_quarantined(); freed != 0) return std::max<std::int64_t>(freed, 0);
     quarantined_ = false;
   }
   constexpr int kSpared = 16;
