@@ -150,5 +150,53 @@ TEST_F(StoreDirectory, ACountThatHangsDelaysNobody) {
   expect_at_rest(root, tier, io.get());
 }
 
+/// Files that are nothing but a hole, of sizes that somebody made up: set aside, and the account stays of use.
+TEST_F(StoreDirectory, HolesOfAnySize) {
+  constexpr std::int64_t kOne = 1;
+  for (const std::vector<std::int64_t>& sizes : {std::vector<std::int64_t>{kOne << 57},
+                                                 {kOne << 62, kOne << 62},
+                                                 {kOne << 44},
+                                                 {kOne << 35, kOne << 35},
+                                                 {kOne << 24},
+                                                 {16 << 20, (16 << 20) + 4096, (kOne << 37) + 1}}) {
+    { Client({directory_tier(small_tier(root))}).put(range(0, 300)); }
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      const std::string path = piece_path(root, 0, 5000 + static_cast<int>(i));
+      fs::create_directories(fs::path(path).parent_path());
+      write_file(path, "");
+      if (::truncate(path.c_str(), sizes[i]) != 0) GTEST_SKIP() << "no file of " << sizes[i] << " bytes here";
+    }
+    const TierPtr tier = directory_tier(small_tier(root));
+    Client client({tier});
+    EXPECT_TRUE(soon([&] { return client.put(range(1000, 100)) == all(Outcome::kOk, 100); }))
+        << sizes[0] << ": " << told(tier);
+    EXPECT_EQ(client.lookup({5000}), std::vector<bool>{false});
+    EXPECT_EQ(client.put({5000}), all(Outcome::kOk, 1));
+    EXPECT_EQ(client.get({5000}), all(Outcome::kOk, 1));
+    EXPECT_GE(tier->metrics().used_bytes, 0);
+    EXPECT_TRUE(soon([&] { return tier->metrics().used_bytes <= kLimit; })) << told(tier);
+    client.put(range(2000, 500));  // evicts what was set aside
+    EXPECT_TRUE(look(root).set_aside.empty());
+    expect_at_rest(root, tier);
+    client.remove({5000, 5001});
+  }
+}
+
+/// One that another process with more memory wrote is no damage, though this one cannot read it.
+TEST_F(StoreDirectory, SoundFilesLargerThanTheMemory) {
+  auto options = small_tier(root, 64 << 20);
+  options.staging_bytes = 16 << 20;
+  { Client({directory_tier(options)}, 0, 5 << 20).put({1}); }
+  {
+    const TierPtr tier = directory_tier(small_tier(root, 64 << 20));
+    Client client({tier}, 0, 5 << 20);
+    EXPECT_EQ(client.lookup({1}), std::vector<bool>{true});
+    EXPECT_EQ(client.get({1}), all(Outcome::kRefused, 1));
+    EXPECT_TRUE(look(root).set_aside.empty());
+  }
+  Client client({directory_tier(options)}, 0, 5 << 20);
+  EXPECT_EQ(client.get({1}), all(Outcome::kOk, 1));
+}
+
 }  // namespace
 }  // namespace kvstride::test

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <thread>
 
 #include "kvstride/error.h"
@@ -23,10 +24,16 @@ bool no_space(int error) { return error == -ENOSPC || error == -EDQUOT; }
 
 }  // namespace
 
-bool sound_length(std::int64_t bytes) { return bytes >= 2 * kPage && bytes % kPage == 0; }
+bool sound_length(std::int64_t bytes) { return bytes >= 2 * kPage && bytes <= kMostLength && bytes % kPage == 0; }
 
 std::int64_t bytes_on_disk(const struct stat& stat) {
-  return std::max<std::int64_t>(stat.st_blocks * 512, whole_pages(stat.st_size));
+  const std::int64_t blocks = stat.st_blocks * 512;
+  return stat.st_size > kMostLength ? blocks : std::max<std::int64_t>(blocks, whole_pages(stat.st_size));
+}
+
+std::int64_t add_bytes(std::int64_t sum, std::int64_t bytes) {
+  std::int64_t out = 0;
+  return __builtin_add_overflow(sum, bytes, &out) ? std::numeric_limits<std::int64_t>::max() : out;
 }
 
 std::int64_t room_for(std::int64_t bytes) { return whole_pages(bytes) + (bytes > (1 << 20) ? kPage : 0); }
@@ -253,6 +260,22 @@ int Directory::mark_split(std::uint32_t space, Heads heads) {
 
 // ------------------------------------------------------------------------------------------------------------- reading
 
+/// Whether a file may be what its name says, as far as that is told without reading it. One that this process could
+/// never read, and so never find damaged, is asked for its header: it may be another process's, with more memory, or
+/// nothing but a hole.
+bool Directory::believable(int folder, const char* name, const PieceId& id, const struct stat& stat) {
+  if (!sound_length(stat.st_size)) return false;
+  if (stat.st_size <= options_.largest) return true;
+  const int fd = open_payload(*io_, folder, name, false);
+  if (fd < 0) return true;  // it cannot be told
+  int error = 0;
+  const std::optional<Header> header = read_header(*io_, fd, error);
+  io_->close(fd);
+  if (error < 0) return true;
+  return header && header->digest == digest(id.space) && header->key == id.key && header->content.heads == id.heads &&
+         header->header_bytes + whole_pages(header->content.payload_bytes()) == stat.st_size;
+}
+
 bool Directory::probe(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix) {
   const std::vector<Heads> splits = splits_of(space);
   bool found = false;
@@ -280,7 +303,7 @@ bool Directory::probe(std::uint32_t space, std::span<const Key> keys, Heads head
           counters_.add(Count::kForeign);
           break;
         }
-        if (!sound_length(stat.st_size)) {
+        if (!believable(folder.fd(), file_name(key, split).c_str(), id, stat)) {
           let_go(id, Going::kDamaged);
           settle(id);
           break;

@@ -17,10 +17,15 @@
 
 namespace kvstride::store {
 
-/// What a file takes of the disk: delayed allocation must not hide it.
+/// Longer than any image: a header of 1 MiB has checksums for less than 32 GiB.
+inline constexpr std::int64_t kMostLength = std::int64_t{1} << 36;
+/// What a file takes of the disk: delayed allocation must not hide it. What is longer than any of ours has holes: its
+/// length says nothing.
 std::int64_t bytes_on_disk(const struct stat& stat);
-/// What a file of ours can be: whole pages, a header at least.
+/// What a file of ours can be: whole pages, a header at least, no longer than kMostLength.
 bool sound_length(std::int64_t bytes);
+/// Sums of sizes that somebody may have made up do not overflow.
+std::int64_t add_bytes(std::int64_t sum, std::int64_t bytes);
 /// Room for a file of `bytes`, with that for the tree of a file in many extents.
 std::int64_t room_for(std::int64_t bytes);
 
@@ -50,6 +55,7 @@ class Directory {
     Policy policy = Policy::kS3Fifo;
     bool sync = false;
     bool group = false;
+    std::int64_t largest = kMostLength;  ///< the longest file that can be read: longer ones show a header first
   };
   /// Opens or makes the directory, and learns what is in it from names and sizes: no payload is read. Throws
   /// Error(kStore).
@@ -146,6 +152,7 @@ class Directory {
   std::int64_t drop_quarantined();
   std::optional<std::int64_t> used_elsewhere(const PieceId& id, std::int64_t last_use);
 
+  bool believable(int folder, const char* name, const PieceId& id, const struct stat& stat);
   void scan(Scan& out);
   void scan_space(std::uint32_t number, Scan& out);
   std::int64_t scan_flat(int fd, bool drafts, bool& whole);

@@ -63,7 +63,8 @@ class Core : public std::enable_shared_from_this<Core> {
         extents_(staging_.size() / kPage * kPage),
         directory_(io,
                    {options.path, options.max_bytes, options.keep_free,
-                    options.eviction == Eviction::kLru ? Policy::kLru : Policy::kS3Fifo, options.sync, options.group},
+                    options.eviction == Eviction::kLru ? Policy::kLru : Policy::kS3Fifo, options.sync, options.group,
+                    staging_.size() / kPage * kPage},
                    counters_) {
     madvise(staging_.data(), static_cast<std::size_t>(staging_.mapped()), MADV_DONTFORK);
   }

@@ -27,8 +27,8 @@ std::int64_t nanoseconds(const struct timespec& time) { return time.tv_sec * 1'0
 
 std::int64_t Census::bytes() const {
   std::int64_t sum = 0;
-  for (const ChunkFile& file : files) sum += file.bytes;
-  for (const LooseFile& file : quarantine) sum += file.bytes;
+  for (const ChunkFile& file : files) sum = add_bytes(sum, file.bytes);
+  for (const LooseFile& file : quarantine) sum = add_bytes(sum, file.bytes);
   return sum;
 }
 

@@ -316,25 +316,10 @@ std::optional<Header> SpaceFolder::header(const ChunkFile& file, std::string* wh
     return std::nullopt;
   };
   if (fd < 0) return refuse(std::strerror(-fd));
-  std::vector<std::byte> bytes;
-  std::int64_t error = 0;
-  const auto read_to = [&](std::int64_t size) {
-    auto at = static_cast<std::int64_t>(bytes.size());
-    bytes.resize(static_cast<std::size_t>(size));
-    while (at < size) {
-      const auto got = retry([&] { return io.pread(fd, bytes.data() + at, static_cast<std::size_t>(size - at), at); });
-      error = std::min<std::int64_t>(error, got);
-      if (got <= 0) break;
-      at += got;
-    }
-    bytes.resize(static_cast<std::size_t>(at));
-  };
-  read_to(kPage);
-  const std::optional<std::int64_t> length = header_length(bytes);
-  if (length && *length > kPage && bytes.size() == static_cast<std::size_t>(kPage)) read_to(*length);
+  int error = 0;
+  std::optional<Header> out = read_header(io, fd, error, why);
   io.close(fd);
-  if (error < 0) return refuse(std::strerror(static_cast<int>(-error)));
-  return parse_header(bytes, why);
+  return error < 0 ? refuse(std::strerror(-error)) : out;
 }
 
 SpaceSummary summarize(const SpaceFolder& space, std::vector<Stray>* strays,

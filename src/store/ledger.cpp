@@ -401,8 +401,8 @@ Ledger::Count Ledger::begin_count(bool force) {
 void Ledger::end_count(std::int64_t bytes) {
   if (forked()) return;
   const std::lock_guard lock(mutex_);
-  local_.result = std::max<std::int64_t>(bytes, 0);
-  with_record(true, [](LedgerRecord&) {});  // or with the next look
+  local_.result = std::clamp<std::int64_t>(bytes, 0, LedgerRecord::kMost / 2);  // a record must not be too large
+  with_record(true, [](LedgerRecord&) {});                                      // or with the next look
 }
 
 void Ledger::cancel_count() {

@@ -45,8 +45,8 @@ struct LedgerRecord {
   std::uint64_t sum() const { return xxh3(std::as_bytes(std::span(this, 1)).first(offsetof(LedgerRecord, checksum))); }
 
   /// Whole, and no number so large that sums could overflow.
+  static constexpr std::int64_t kMost = std::int64_t{1} << 56;
   bool valid() const {
-    constexpr std::int64_t kMost = std::int64_t{1} << 56;
     const auto fits = [](std::int64_t bytes) { return bytes >= 0 && bytes <= kMost; };
     if (magic != kLedgerMagic || checksum != sum()) return false;
     for (const LedgerSlot& slot : slots) {

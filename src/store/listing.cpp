@@ -3,7 +3,9 @@
 
 #include <fcntl.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <vector>
 
 namespace kvstride::store {
 
@@ -40,6 +42,28 @@ int open_payload(Io& io, int at, const char* name, bool direct) {
     fd = open();
   }
   return fd;
+}
+
+std::optional<Header> read_header(Io& io, int fd, int& error, std::string* why) {
+  std::vector<std::byte> bytes;
+  std::int64_t failed = 0;
+  const auto read_to = [&](std::int64_t size) {
+    auto at = static_cast<std::int64_t>(bytes.size());
+    bytes.resize(static_cast<std::size_t>(size));
+    while (at < size) {
+      const auto got = retry([&] { return io.pread(fd, bytes.data() + at, static_cast<std::size_t>(size - at), at); });
+      failed = std::min<std::int64_t>(failed, got);
+      if (got <= 0) break;
+      at += got;
+    }
+    bytes.resize(static_cast<std::size_t>(at));
+  };
+  read_to(kPage);
+  const std::optional<std::int64_t> length = header_length(bytes);
+  if (length && *length > kPage && bytes.size() == static_cast<std::size_t>(kPage)) read_to(*length);
+  error = static_cast<int>(failed);
+  if (error < 0) return std::nullopt;
+  return parse_header(bytes, why);
 }
 
 }  // namespace kvstride::store

@@ -28,9 +28,10 @@ void Directory::scan_space(std::uint32_t number, Scan& out) {
       if (entry.kind == Entry::Kind::kForeign) counters_.add(Count::kForeign);
       if (entry.kind != Entry::Kind::kPiece) return;
       const struct stat& stat = entry.stat;
-      out.bytes += bytes_on_disk(stat);
-      if (!sound_length(stat.st_size)) {
-        out.damaged.push_back({number, entry.piece->first, entry.piece->second});
+      out.bytes = add_bytes(out.bytes, bytes_on_disk(stat));
+      const PieceId id{number, entry.piece->first, entry.piece->second};
+      if (!believable(folder.fd(), entry.name, id, stat)) {
+        out.damaged.push_back(id);
         return;
       }
       const std::string_view text(entry.name);
@@ -61,7 +62,7 @@ std::int64_t Directory::scan_flat(int fd, bool drafts, bool& whole) {
     if (!drafts) {
       struct stat stat;
       const int failed = io_->stat_at(fd, name.c_str(), stat);
-      if (failed == 0 && S_ISREG(stat.st_mode)) bytes += bytes_on_disk(stat);
+      if (failed == 0 && S_ISREG(stat.st_mode)) bytes = add_bytes(bytes, bytes_on_disk(stat));
       if (failed < 0 && failed != -ENOENT) whole = false;
     } else if (name.size() == kDraftName && live.empty()) {
       whole = false;  // a dead process's, or covered by what a living one has reserved? It cannot be told
@@ -116,8 +117,9 @@ void Directory::count_files(bool mine) {
       scan_flat(folders_.tmp(), true, found.whole);
       const std::int64_t aside = scan_flat(folders_.quarantine(), false, found.whole);
       quarantined_ = aside > 0;
-      found.whole ? ledger_->end_count(found.bytes + aside) : ledger_->cancel_count();
-      known_used_ = found.bytes + aside;
+      const std::int64_t bytes = add_bytes(found.bytes, aside);
+      found.whole ? ledger_->end_count(bytes) : ledger_->cancel_count();
+      known_used_ = bytes;
       mine = false;
     }
     adopt(found);
