@@ -198,5 +198,32 @@ TEST_F(StoreDirectory, SoundFilesLargerThanTheMemory) {
   EXPECT_EQ(client.get({1}), all(Outcome::kOk, 1));
 }
 
+/// Neither removed folders nor many namespaces take descriptors for ever.
+TEST_F(StoreDirectory, DescriptorsAreGivenBack) {
+  const auto io = std::make_shared<FaultIo>();
+  const TierPtr tier = store::make_directory_tier(small_tier(root, 64 << 20), io);
+  Client client({tier});
+  const auto write = [&](int first) {
+    client.put(range(first, 40));  // finds out that the folder has gone
+    EXPECT_EQ(client.put(range(first + 40, 40)), all(Outcome::kOk, 40));
+  };
+  write(0);
+  const int open = io->num_open(kFolder);
+  for (int i = 1; i < 6; ++i) {
+    fs::remove_all(root + "/" + raw_space(0).hex());
+    fs::remove_all(root + "/quarantine");
+    write(100 * i);
+  }
+  EXPECT_TRUE(soon([&] { return io->num_open(kFolder) <= open; })) << io->num_open(kFolder) << " of " << open;
+  for (int space = 1; space < 40; ++space) {
+    Client other({tier}, space);
+    ASSERT_EQ(other.put(range(0, 32)), all(Outcome::kOk, 32));
+    EXPECT_EQ(other.get(range(0, 32)), all(Outcome::kOk, 32));
+  }
+  EXPECT_LE(io->num_open(kFolder), 17 * 20);
+  EXPECT_EQ(client.get(range(540, 40)), all(Outcome::kOk, 40));
+  expect_at_rest(root, tier, io.get());
+}
+
 }  // namespace
 }  // namespace kvstride::test

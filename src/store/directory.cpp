@@ -61,7 +61,8 @@ Directory::Directory(std::shared_ptr<Io> io, Options options, Counters& counters
 /// Whether files can be written past the page cache here.
 void Directory::probe_direct() {
   const std::string name = ledger_->token() + "0000000000000000";
-  const int tmp = folders_.tmp();
+  const Folder folder = folders_.tmp();
+  const int tmp = folder.fd();
   const int fd = retry([&] { return io_->open(tmp, name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_DIRECT, 0600); });
   if (fd < 0) return;
   alignas(kPage) static const std::array<std::byte, kPage> page{};
@@ -394,7 +395,9 @@ std::optional<Outcome> Directory::begin(const PieceId& id, std::int64_t bytes, D
   out.name = fmt::format("{}{:016x}", ledger_->token(), ++next_draft_);
   const mode_t mode = folders_.file_mode();
   const int flags = O_WRONLY | O_CREAT | O_EXCL | (direct_ ? O_DIRECT : 0);
-  const auto open = [&] { return retry([&] { return io_->open(folders_.tmp(), out.name.c_str(), flags, mode); }); };
+  const auto open = [&] {
+    return retry([&] { return io_->open(folders_.tmp().fd(), out.name.c_str(), flags, mode); });
+  };
   out.fd = open();
   if (out.fd == -ENOENT) {
     folders_.look_again();
@@ -429,7 +432,7 @@ Outcome Directory::publish(const PieceId& id, Draft& draft) {
       const Changing changing = change_soon();
       if (!changing) return refuse();
       error = folder.fd() < 0 ? folder.fd() : retry([&] {
-        return io_->rename_new(folders_.tmp(), draft.name.c_str(), folder.fd(), name.c_str());
+        return io_->rename_new(folders_.tmp().fd(), draft.name.c_str(), folder.fd(), name.c_str());
       });
       if (error == 0) {
         ledger_->commit(draft.reserved, bytes_on_disk(stat));
@@ -489,7 +492,7 @@ Directory::Changing Directory::change_soon() {
 void Directory::discard(Draft& draft) {
   if (draft.fd >= 0) io_->close(draft.fd);
   draft.fd = -1;
-  const int error = retry([&] { return io_->unlink(folders_.tmp(), draft.name.c_str()); });
+  const int error = retry([&] { return io_->unlink(folders_.tmp().fd(), draft.name.c_str()); });
   if (error == 0 || error == -ENOENT) {
     if (draft.reserved > 0) ledger_->cancel(draft.reserved);
   } else {  // it still takes its room, and is tried again
@@ -527,7 +530,7 @@ int Directory::set_aside(const PieceId& id) {
   const Changing changing = change();
   if (!changing) return -EBUSY;
   const auto move = [&] {
-    return retry([&] { return io_->rename_new(folder.fd(), name.c_str(), folders_.quarantine(), there.c_str()); });
+    return retry([&] { return io_->rename_new(folder.fd(), name.c_str(), folders_.quarantine().fd(), there.c_str()); });
   };
   int error = move();
   if (error == -ENOENT) {  // the file, or quarantine/?

@@ -155,7 +155,7 @@ class Directory {
   bool believable(int folder, const char* name, const PieceId& id, const struct stat& stat);
   void scan(Scan& out);
   void scan_space(std::uint32_t number, Scan& out);
-  std::int64_t scan_flat(int fd, bool drafts, bool& whole);
+  std::int64_t scan_flat(const Folder& folder, bool drafts, bool& whole);
   void adopt(Scan& scan);
   void count_files(bool mine);
 

@@ -55,7 +55,7 @@ bool Directory::make_space(std::int64_t bytes) {
 /// Quarantined files go first: nobody reads them. Bytes that came free; 0: there are none; −EBUSY: somebody counts.
 std::int64_t Directory::drop_quarantined() {
   std::vector<std::string> names;
-  const Folder listing = folders_.again(folders_.quarantine());
+  const Folder listing = folders_.again(folders_.quarantine().fd());
   if (listing.fd() < 0) return 0;
   io_->list(listing.fd(), [&](const char* name, unsigned char) {
     if (is_lower_hex(name)) names.emplace_back(name);

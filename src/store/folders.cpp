@@ -64,38 +64,21 @@ Folders::Folders(std::shared_ptr<Io> io, const std::string& given, bool group) :
   }
   const int above = ::open(parent.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (above < 0) throw failed(parent, "cannot be opened", -errno);
-  root_ = open(above, name.c_str(), true);
+  root_ = Folder(*io_, open(above, name.c_str(), true));
   ::close(above);
-  if (root_ == -ENOTDIR || root_ == -ELOOP) {
+  if (root() == -ENOTDIR || root() == -ELOOP) {
     throw Error(
         ErrorCode::kStore,
         fmt::format("DirectoryTier: '{}' is a link, no directory, or another user's (group=True accepts those)", path));
   }
-  if (root_ < 0) throw failed(path, "cannot be opened", root_);
-  tmp_ = open(root_, "tmp", true);
-  quarantine_ = open(root_, "quarantine", true);
+  if (root() < 0) throw failed(path, "cannot be opened", root());
+  tmp_ = Folder(*io_, open(root(), "tmp", true));
+  quarantine_ = Folder(*io_, open(root(), "quarantine", true));
   const auto denied = [](int fd) { return fd == -EROFS || fd == -EACCES || fd == -ENOENT; };
   struct statvfs disk;
-  read_only_ = (io_->statvfs(root_, disk) == 0 && (disk.f_flag & ST_RDONLY) != 0) || denied(tmp_);
-  if (read_only_ || (tmp_ >= 0 && quarantine_ >= 0)) return;
-  const int error = tmp_ < 0 ? tmp_ : quarantine_;
-  for (const int fd : {tmp_.load(), quarantine_.load(), root_}) {
-    if (fd >= 0) io_->close(fd);
-  }
-  throw failed(path, "its folders tmp and quarantine cannot be used", error);
-}
-
-Folders::~Folders() {
-  for (const std::unique_ptr<Kept>& one : kept_) {
-    for (const int fd : one->shards) {
-      if (fd >= 0) io_->close(fd);
-    }
-    if (one->fd >= 0) io_->close(one->fd);
-  }
-  for (const int fd : retired_) io_->close(fd);
-  for (const int fd : {quarantine_.load(), tmp_.load(), root_}) {
-    if (fd >= 0) io_->close(fd);
-  }
+  read_only_ = (io_->statvfs(root(), disk) == 0 && (disk.f_flag & ST_RDONLY) != 0) || denied(tmp_.fd());
+  if (read_only_ || (tmp_.fd() >= 0 && quarantine_.fd() >= 0)) return;
+  throw failed(path, "its folders tmp and quarantine cannot be used", tmp_.fd() < 0 ? tmp_.fd() : quarantine_.fd());
 }
 
 bool Folders::ours(const struct stat& stat) const { return group_ || stat.st_uid == geteuid(); }
@@ -118,6 +101,17 @@ int Folders::open(int at, const char* name, bool make) {
   return error < 0 ? error : -ENOTDIR;
 }
 
+Folder Folders::tmp() const {
+  const std::lock_guard lock(mutex_);
+  return tmp_;
+}
+
+Folder Folders::quarantine() const {
+  const std::lock_guard lock(mutex_);
+  return quarantine_;
+}
+
+/// The lock must be held.
 Folders::Kept* Folders::kept(const Digest& digest) {
   for (const std::unique_ptr<Kept>& one : kept_) {
     if (one->digest == digest) return one.get();
@@ -126,75 +120,81 @@ Folders::Kept* Folders::kept(const Digest& digest) {
 }
 
 void Folders::keep(const Digest& digest) {
+  std::unique_ptr<Kept> dropped;  // its descriptors are closed after the lock is given back
   const std::lock_guard lock(mutex_);
-  if (kept(digest) != nullptr) return;
+  if (!kept_.empty() && kept_.back()->digest == digest) return;
+  const auto found = std::find_if(kept_.begin(), kept_.end(), [&](const auto& one) { return one->digest == digest; });
+  if (found != kept_.end()) {
+    std::rotate(found, found + 1, kept_.end());
+    return;
+  }
   auto one = std::make_unique<Kept>();
   one->digest = digest;
-  one->shards.fill(-1);
   kept_.push_back(std::move(one));
+  if (kept_.size() <= kMostKept) return;
+  dropped = std::move(kept_.front());
+  kept_.erase(kept_.begin());
 }
 
 Folder Folders::space(const Digest& digest, bool make) {
-  const std::lock_guard lock(mutex_);
-  Kept* one = kept(digest);
-  if (one == nullptr) return {io_.get(), open(root_, to_hex(digest).c_str(), make), true};
-  if (one->fd < 0) {
-    const int fd = open(root_, to_hex(digest).c_str(), make);
-    if (fd < 0) return {io_.get(), fd, false};
-    one->fd = fd;
+  {
+    const std::lock_guard lock(mutex_);
+    if (const Kept* one = kept(digest); one != nullptr && one->space.fd() >= 0) return one->space;
   }
-  return {io_.get(), one->fd, false};
+  Folder out(*io_, open(root(), to_hex(digest).c_str(), make));
+  const std::lock_guard lock(mutex_);
+  if (Kept* one = kept(digest); one != nullptr && out.fd() >= 0) one->space = out;
+  return out;
 }
 
 Folder Folders::shard(const Digest& digest, std::size_t shard, bool make) {
   const char name[2] = {"0123456789abcdef"[shard], '\0'};
   {
     const std::lock_guard lock(mutex_);
-    if (const Kept* one = kept(digest); one != nullptr && one->shards[shard] >= 0) {
-      return {io_.get(), one->shards[shard], false};
-    }
+    if (const Kept* one = kept(digest); one != nullptr && one->shards[shard].fd() >= 0) return one->shards[shard];
   }
   const Folder above = space(digest, make);
-  if (above.fd() < 0) return {io_.get(), above.fd(), false};
-  const int fd = open(above.fd(), name, make);
+  if (above.fd() < 0) return above;
+  Folder out(*io_, open(above.fd(), name, make));
   const std::lock_guard lock(mutex_);
-  Kept* one = kept(digest);
-  if (fd < 0 || one == nullptr) return {io_.get(), fd, true};
-  if (one->shards[shard] >= 0) {  // another thread was faster
-    io_->close(fd);
-  } else {
-    one->shards[shard] = fd;
-  }
-  return {io_.get(), one->shards[shard], false};
+  if (Kept* one = kept(digest); one != nullptr && out.fd() >= 0) one->shards[shard] = out;
+  return out;
 }
 
 void Folders::look_again() {
-  const std::lock_guard lock(mutex_);
-  const auto gone = [&](int fd) {
-    struct stat stat;
-    return fd >= 0 && io_->stat_fd(fd, stat) == 0 && stat.st_nlink == 0;
-  };
-  const auto retire = [&](int& fd) {
-    if (!gone(fd)) return;
-    retired_.push_back(fd);
-    fd = -1;
-  };
-  for (const std::unique_ptr<Kept>& one : kept_) {
-    for (int& fd : one->shards) retire(fd);
-    retire(one->fd);
+  std::vector<Folder> open;  // closed after the lock is given back
+  {
+    const std::lock_guard lock(mutex_);
+    open = {tmp_, quarantine_};
+    for (const std::unique_ptr<Kept>& one : kept_) {
+      open.push_back(one->space);
+      open.insert(open.end(), one->shards.begin(), one->shards.end());
+    }
   }
-  for (auto [folder, name] : {std::pair{&tmp_, "tmp"}, {&quarantine_, "quarantine"}}) {
-    const int old = *folder;
-    if (!gone(old)) continue;
-    const int fd = open(root_, name, true);
-    if (fd < 0) continue;
-    retired_.push_back(old);
-    *folder = fd;
+  // Who holds one keeps it open: its number is nobody else's until we are done.
+  const auto stays = [&](const Folder& folder) {
+    struct stat stat;
+    return folder.fd() < 0 || io_->stat_fd(folder.fd(), stat) < 0 || stat.st_nlink > 0;
+  };
+  open.erase(std::remove_if(open.begin(), open.end(), stays), open.end());
+  const auto gone = [&](const Folder& folder) {
+    return std::any_of(open.begin(), open.end(), [&](const Folder& one) { return one.fd() == folder.fd(); });
+  };
+  const Folder tmp = gone(this->tmp()) ? Folder(*io_, this->open(root(), "tmp", true)) : Folder();
+  const Folder quarantine = gone(this->quarantine()) ? Folder(*io_, this->open(root(), "quarantine", true)) : Folder();
+  const std::lock_guard lock(mutex_);
+  if (tmp.fd() >= 0) tmp_ = tmp;
+  if (quarantine.fd() >= 0) quarantine_ = quarantine;
+  for (const std::unique_ptr<Kept>& one : kept_) {
+    for (Folder& shard : one->shards) {
+      if (gone(shard)) shard = {};
+    }
+    if (gone(one->space)) one->space = {};
   }
 }
 
 Folder Folders::again(int fd) {
-  return {io_.get(), retry([&] { return io_->open(fd, ".", O_RDONLY | O_DIRECTORY, 0); }), true};
+  return {*io_, retry([&] { return io_->open(fd, ".", O_RDONLY | O_DIRECTORY, 0); })};
 }
 
 }  // namespace kvstride::store

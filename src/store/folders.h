@@ -3,10 +3,12 @@
 #pragma once
 
 #include <array>
-#include <atomic>
+#include <cerrno>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -28,21 +30,27 @@ bool is_lower_hex(std::string_view text);
 constexpr std::size_t kNumShards = 16;
 std::size_t shard_of(const Key& key);
 
-/// A descriptor that is closed at the end, or belongs to somebody else; or an error.
+/// A descriptor that is closed when nobody has it any more; or an error.
 class Folder {
  public:
-  Folder(Io* io, int fd, bool owned) : io_(io), fd_(fd), owned_(owned) {}
-  Folder(Folder&& other) noexcept : io_(other.io_), fd_(other.fd_), owned_(std::exchange(other.owned_, false)) {}
-  Folder& operator=(Folder&&) = delete;
-  ~Folder() {
-    if (owned_ && fd_ >= 0) io_->close(fd_);
+  Folder() = default;
+  explicit Folder(int error) : fd_(error) {}
+  Folder(Io& io, int fd) : fd_(fd) {
+    if (fd >= 0) open_ = std::make_shared<const Open>(io, fd);
   }
   int fd() const { return fd_; }  ///< −errno where it could not be opened
 
  private:
-  Io* io_;
-  int fd_;
-  bool owned_;
+  struct Open {
+    Open(Io& from, int number) : io(from), fd(number) {}
+    ~Open() { io.close(fd); }
+    Open(const Open&) = delete;
+    Open& operator=(const Open&) = delete;
+    Io& io;
+    int fd;
+  };
+  std::shared_ptr<const Open> open_;
+  int fd_ = -ENOENT;
 };
 
 /// Thread-safe. Folders and links of other owners are answered with −ENOTDIR.
@@ -51,18 +59,19 @@ class Folders {
   /// Opens the root without following a link at its end, makes it and its parents where they are missing. Throws
   /// Error(kStore).
   Folders(std::shared_ptr<Io> io, const std::string& path, bool group);
-  ~Folders();
 
-  int root() const { return root_; }
-  int tmp() const { return tmp_; }
-  int quarantine() const { return quarantine_; }
+  int root() const { return root_.fd(); }
+  Folder tmp() const;
+  Folder quarantine() const;
   bool read_only() const { return read_only_; }
   mode_t file_mode() const { return group_ ? 0660 : 0600; }
   bool ours(const struct stat& stat) const;
 
-  /// A namespace's folder and its shards. Descriptors of namespaces in use are kept (17 each), others opened each time.
+  /// A namespace's folder and its shards. Descriptors of the namespaces that were last given to keep() are kept (17
+  /// each), others opened each time.
   Folder space(const Digest& digest, bool make);
   Folder shard(const Digest& digest, std::size_t shard, bool make);
+  static constexpr std::size_t kMostKept = 16;
   void keep(const Digest& digest);
   /// After −ENOENT where a folder should be: those that were removed under us are opened anew when they are next
   /// needed.
@@ -73,21 +82,20 @@ class Folders {
  private:
   struct Kept {
     Digest digest;
-    int fd = -1;
-    std::array<int, kNumShards> shards;
+    Folder space;
+    std::array<Folder, kNumShards> shards;
   };
   int open(int at, const char* name, bool make);
   Kept* kept(const Digest& digest);
 
-  std::shared_ptr<Io> io_;
-  bool group_;
+  const std::shared_ptr<Io> io_;
+  const bool group_;
   bool read_only_ = false;
-  int root_ = -1;
-  std::atomic<int> tmp_{-1};
-  std::atomic<int> quarantine_{-1};
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<Kept>> kept_;
-  std::vector<int> retired_;  ///< of removed folders: other threads may still use them
+  Folder root_;
+  mutable std::mutex mutex_;  ///< held over no I/O
+  Folder tmp_;
+  Folder quarantine_;
+  std::vector<std::unique_ptr<Kept>> kept_;  ///< last used at the end
 };
 
 }  // namespace kvstride::store

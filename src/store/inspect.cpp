@@ -270,7 +270,7 @@ bool SpaceFolder::list(const std::function<void(const ChunkFile&)>& use, std::ve
       unlisted(folder, shards_[i]);
       continue;
     }
-    const Folder listing(&io, retry([&] { return io.open(shards_[i], ".", O_RDONLY | O_DIRECTORY, 0); }), true);
+    const Folder listing(io, retry([&] { return io.open(shards_[i], ".", O_RDONLY | O_DIRECTORY, 0); }));
     const auto ours = [&](const struct stat& stat) { return store_.ours(stat); };
     const auto each = [&](const Entry& entry) {
       const std::string path = folder + "/" + entry.name;

@@ -17,7 +17,7 @@ void Directory::scan_space(std::uint32_t number, Scan& out) {
     const Folder folder = folders_.shard(of, shard, false);
     if (folder.fd() == -ENOTDIR) counters_.add(Count::kForeign);  // not ours: neither counted nor read
     if (folder.fd() == -ENOTDIR || folder.fd() == -ENOENT) continue;
-    const Folder listing = folder.fd() < 0 ? Folder(nullptr, folder.fd(), false) : folders_.again(folder.fd());
+    const Folder listing = folder.fd() < 0 ? folder : folders_.again(folder.fd());
     if (listing.fd() < 0) {
       out.whole = false;
       continue;
@@ -45,8 +45,9 @@ void Directory::scan_space(std::uint32_t number, Scan& out) {
 
 /// Bytes of the files of a folder without structure. Of drafts, those of dead processes are removed, and those of
 /// living ones are covered by what these have reserved.
-std::int64_t Directory::scan_flat(int fd, bool drafts, bool& whole) {
+std::int64_t Directory::scan_flat(const Folder& folder, bool drafts, bool& whole) {
   std::vector<std::string> names;
+  const int fd = folder.fd();
   const Folder listing = folders_.again(fd);
   const int error = listing.fd() < 0 ? listing.fd() : io_->list(listing.fd(), [&](const char* name, unsigned char) {
     if (is_lower_hex(name)) names.emplace_back(name);
