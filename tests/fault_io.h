@@ -103,7 +103,7 @@ struct Fault {
 };
 
 /// No locks: a forked child may use it, whatever other threads did. Rules may change at any time.
-class FaultIo final : public ForwardIo {
+class FaultIo : public ForwardIo {
   struct Rule {
     std::atomic<int> effect{Fault::kNone};
     std::atomic<unsigned> calls{0};

@@ -222,6 +222,30 @@ TEST_F(StoreDirectory, DescriptorsAreGivenBack) {
   }
   EXPECT_LE(io->num_open(kFolder), 17 * 20);
   EXPECT_EQ(client.get(range(540, 40)), all(Outcome::kOk, 40));
+}
+
+/// Nothing is written without room for it: not to find out what the file system can, and not where it refuses.
+TEST_F(StoreDirectory, NoFileWithoutRoom) {
+  class Refusing : public FaultIo {
+   public:
+    int open(int at, const char* name, int flags, mode_t mode) override {
+      if (!refuses || std::string_view(name).size() != 32) return FaultIo::open(at, name, flags, mode);
+      close(FaultIo::open(at, name, flags, mode));  // as some file systems do with O_DIRECT
+      return -EINVAL;
+    }
+    std::atomic<bool> refuses{false};
+  };
+  const auto io = std::make_shared<Refusing>();
+  io->set({.calls = kOpen, .targets = kDraft});
+  const TierPtr tier = store::make_directory_tier(small_tier(root), io);
+  EXPECT_EQ(io->hits(), 0) << "a file that nobody has reserved room for";
+  io->lift();
+  io->refuses = true;
+  Client client({tier});
+  EXPECT_EQ(client.put(range(0, 4)), all(Outcome::kIoError, 4));
+  EXPECT_TRUE(look(root).temporaries.empty());
+  io->refuses = false;
+  EXPECT_EQ(client.put(range(0, 4)), all(Outcome::kOk, 4));
   expect_at_rest(root, tier, io.get());
 }
 

@@ -53,22 +53,9 @@ Directory::Directory(std::shared_ptr<Io> io, Options options, Counters& counters
     account.max_bytes = options_.max_bytes;
     if (options_.group) account.mode = 0660;
     ledger_ = std::make_unique<Ledger>(io_, folders_.root(), account);
-    probe_direct();
+    direct_ = can_be_direct(*io_, folders_.root());
   }
   count_files(ledger_ && ledger_->begin_count() == Ledger::Count::kMine);
-}
-
-/// Whether files can be written past the page cache here.
-void Directory::probe_direct() {
-  const std::string name = ledger_->token() + "0000000000000000";
-  const Folder folder = folders_.tmp();
-  const int tmp = folder.fd();
-  const int fd = retry([&] { return io_->open(tmp, name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_DIRECT, 0600); });
-  if (fd < 0) return;
-  alignas(kPage) static const std::array<std::byte, kPage> page{};
-  direct_ = retry([&] { return io_->pwrite(fd, page.data(), page.size(), 0); }) == kPage;
-  Draft draft{name, fd};
-  discard(draft);
 }
 
 // ------------------------------------------------------------------------------------------------- what is in memory
@@ -407,9 +394,9 @@ std::optional<Outcome> Directory::begin(const PieceId& id, std::int64_t bytes, D
     if (options_.group) retry([&] { return io_->chmod_fd(out.fd, mode); });  // whatever the umask takes away
     return std::nullopt;
   }
-  ledger_->cancel(out.reserved);
-  out.reserved = 0;
-  return failed(out.fd);
+  error = out.fd;
+  discard(out);  // who refuses O_DIRECT may have made it all the same
+  return failed(error);
 }
 
 Outcome Directory::publish(const PieceId& id, Draft& draft) {

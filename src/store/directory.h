@@ -124,7 +124,6 @@ class Directory {
   /// Says in the namespace's folder that somebody wrote these heads. It must be done before a file gets its name:
   /// other processes look for nothing else.
   int mark_split(std::uint32_t space, Heads heads);
-  void probe_direct();
 
   bool insert(const PieceId& id, std::int64_t bytes, std::int64_t used, bool read,
               std::optional<std::uint64_t> seen = std::nullopt);

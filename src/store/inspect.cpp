@@ -364,12 +364,7 @@ SpaceSummary summarize(const SpaceFolder& space, std::vector<Stray>* strays,
 IoEngine probe_engine(const StoreFolder& store) {
   IoEngine out;
   out.ring = ring_transfers(1, {}, &out.why_not) != nullptr;
-  const int fd = retry([&] { return store.io().open(store.root(), "ledger", O_RDONLY | O_NONBLOCK | O_DIRECT, 0); });
-  if (fd >= 0) {
-    alignas(kPage) std::array<std::byte, kPage> page;
-    out.direct = retry([&] { return store.io().pread(fd, page.data(), page.size(), 0); }) >= 0;
-    store.io().close(fd);
-  }
+  out.direct = can_be_direct(store.io(), store.root());
   return out;
 }
 

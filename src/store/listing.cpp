@@ -4,6 +4,7 @@
 #include <fcntl.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <vector>
 
@@ -42,6 +43,15 @@ int open_payload(Io& io, int at, const char* name, bool direct) {
     fd = open();
   }
   return fd;
+}
+
+bool can_be_direct(Io& io, int root) {
+  const int fd = retry([&] { return io.open(root, "ledger", O_RDONLY | O_NONBLOCK | O_DIRECT, 0); });
+  if (fd < 0) return false;
+  alignas(kPage) std::array<std::byte, kPage> page;
+  const bool direct = retry([&] { return io.pread(fd, page.data(), page.size(), 0); }) >= 0;
+  io.close(fd);
+  return direct;
 }
 
 std::optional<Header> read_header(Io& io, int fd, int& error, std::string* why) {

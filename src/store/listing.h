@@ -40,6 +40,8 @@ int list_shard(Io& io, int fd, std::size_t shard, const std::function<bool(const
 /// A piece's file for reading, its last use left alone where the system allows; past the page cache with `direct`,
 /// where the file system can. A descriptor or −errno.
 int open_payload(Io& io, int at, const char* name, bool direct);
+/// Whether files of this directory can be read and written past the page cache. Writes nothing: the ledger is read.
+bool can_be_direct(Io& io, int root);
 /// The header of an open file. Nothing where it is none, and `why` then says so, or where it cannot be read: `error`
 /// is then −errno.
 std::optional<Header> read_header(Io& io, int fd, int& error, std::string* why = nullptr);
