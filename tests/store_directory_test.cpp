@@ -249,5 +249,40 @@ TEST_F(StoreDirectory, NoFileWithoutRoom) {
   expect_at_rest(root, tier, io.get());
 }
 
+/// What stays free of the disk stays free with many files under way: none of them has seen the others' bytes.
+TEST_F(StoreDirectory, FilesUnderWayAreNoFreeSpace) {
+  class Disk : public FaultIo {
+   public:
+    int statvfs(int, struct statvfs& out) override {
+      out = {};
+      out.f_frsize = 4096;
+      out.f_blocks = 10'000;
+      out.f_bavail = 1000;
+      return 0;
+    }
+  };
+  store::Counters counters;
+  const store::Directory::Options options{.path = root, .max_bytes = std::int64_t{1} << 30, .keep_free = 500 * 4096};
+  store::Directory directory(std::make_shared<Disk>(), options, counters);
+  store::Directory another(std::make_shared<Disk>(), options, counters);
+  const std::uint32_t space = directory.space(raw_space(0).digest());
+  another.space(raw_space(0).digest());
+  std::vector<store::Draft> drafts(64);
+  int begun = 0;
+  for (int i = 0; i < 64; ++i) {
+    store::Draft& draft = drafts[static_cast<std::size_t>(i)];
+    if (!directory.begin({space, key_of(i), {}}, 20 * 4096, draft)) ++begun;
+  }
+  EXPECT_EQ(begun, 500 / 20);
+  EXPECT_GT(counters.get(store::Count::kNoSpace), 0U);
+  for (store::Draft& draft : drafts) {
+    if (draft.fd >= 0) directory.discard(draft);
+  }
+  EXPECT_FALSE(directory.begin({space, key_of(0), {}}, 20 * 4096, drafts[0])) << "it is free again";
+  directory.discard(drafts[0]);
+  EXPECT_FALSE(another.begin({space, key_of(1), {}}, 20 * 4096, drafts[1])) << "a step that others keep is free";
+  another.discard(drafts[1]);
+}
+
 }  // namespace
 }  // namespace kvstride::test

@@ -145,7 +145,7 @@ class Directory {
   Changing change_soon();
 
   std::optional<Outcome> take_room(std::int64_t bytes);
-  bool free_on_disk(std::int64_t bytes);
+  bool free_on_disk();
   /// Bytes that came free; 0: nothing can be evicted.
   std::int64_t evict_one();
   std::int64_t drop_quarantined();

@@ -9,28 +9,29 @@
 
 namespace kvstride::store {
 
-/// Whether the file system has `bytes` beyond what stays free.
-bool Directory::free_on_disk(std::int64_t bytes) {
+/// Whether the file system has room for what is under way, beyond what stays free.
+bool Directory::free_on_disk() {
   struct statvfs disk;
   if (io_->statvfs(folders_.root(), disk) < 0) return true;  // writing will tell
-  return static_cast<std::int64_t>(disk.f_bavail * disk.f_frsize) - bytes >= keep_free_;
+  return static_cast<std::int64_t>(disk.f_bavail * disk.f_frsize) - ledger_->under_way() >= keep_free_;
 }
 
 std::optional<Outcome> Directory::take_room(std::int64_t bytes) {
   // Each turn frees something, or ends.
   while (true) {
-    const bool disk = free_on_disk(bytes);
-    const Ledger::Room room = disk ? ledger_->reserve(bytes) : Ledger::Room::kFull;
-    if (room == Ledger::Room::kTaken) return std::nullopt;
+    const Ledger::Room room = ledger_->reserve(bytes);
     if (room == Ledger::Room::kBusy) {
       counters_.add(Count::kRefusedBusy);
       return Outcome::kRefused;
     }
-    std::int64_t want = std::max<std::int64_t>(disk ? ledger_->missing(bytes) : bytes, 1);
+    const bool within = room == Ledger::Room::kTaken;
+    if (within && free_on_disk()) return std::nullopt;
+    if (within) ledger_->cancel(bytes);
+    std::int64_t want = std::max<std::int64_t>(within ? bytes : ledger_->missing(bytes), 1);
     while (want > 0) {
       const std::int64_t freed = evict_one();
       if (freed == 0) {
-        counters_.add(disk ? Count::kRefusedFull : Count::kNoSpace);
+        counters_.add(within ? Count::kNoSpace : Count::kRefusedFull);
         return Outcome::kRefused;
       }
       want -= freed;

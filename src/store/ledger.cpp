@@ -296,6 +296,10 @@ void Ledger::look(LedgerRecord& record, steady_clock::time_point since) {
   local_.count = record.count;
   local_.counting = counting;
   if (local_.result) finish_count(record);
+  local_.others = 0;
+  for (std::size_t i = 0; i < kLedgerSlots; ++i) {
+    if (i != slot_) local_.others += std::max<std::int64_t>(record.slots[i].reserved - step_, 0);
+  }
   local_.sure_until = record.known != 0 && !local_.counting ? since + kSure : steady_clock::time_point{};
 }
 
@@ -464,6 +468,12 @@ void Ledger::commit(std::int64_t reserved, std::int64_t actual) {
   local_.allowance += reserved - actual;
   (is_sure() ? local_.sure : local_.late_commits) += actual;
   changed();
+}
+
+std::int64_t Ledger::under_way() {
+  if (forked()) return 0;
+  const std::lock_guard lock(mutex_);
+  return std::max<std::int64_t>(local_.outstanding, 0) + local_.others;
 }
 
 std::uint64_t Ledger::mark() {

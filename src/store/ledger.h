@@ -83,6 +83,10 @@ class Ledger {
   /// by the difference).
   void commit(std::int64_t reserved, std::int64_t actual);
 
+  /// Room for files that are not all written yet, as far as it can be known: this process's, and what others were last
+  /// seen to have reserved beyond a step.
+  std::int64_t under_way();
+
   /// To be asked before a file is renamed into place or unlinked: 0 while somebody counts or must (better do neither
   /// then), otherwise a mark for release().
   std::uint64_t mark();
@@ -118,6 +122,7 @@ class Ledger {
     std::int64_t outstanding = 0;    ///< reserved by callers
     std::int64_t allowance = 0;      ///< reserved in the file, free to be taken
     std::int64_t written = 0;        ///< reserved, as the file has it
+    std::int64_t others = 0;         ///< reserved by other processes beyond a step, as last seen
     std::uint64_t count = 0;         ///< the file's, as last seen
     std::uint64_t mark = 1;
     bool counting = false;
