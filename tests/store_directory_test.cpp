@@ -284,5 +284,45 @@ TEST_F(StoreDirectory, FilesUnderWayAreNoFreeSpace) {
   another.discard(drafts[1]);
 }
 
+/// A file that goes while the directory is listed is not known again afterwards.
+TEST_F(StoreDirectory, WhatGoesWhileItIsListedIsGone) {
+  class Listing : public ForwardIo {
+   public:
+    int list(int fd, const std::function<bool(const char*, unsigned char)>& use) override {
+      bool seen = false;
+      const int error = ForwardIo::list(fd, [&](const char* name, unsigned char type) {
+        seen = seen || until == name;
+        return use(name, type);
+      });
+      if (seen) std::exchange(then, {})();
+      return error;
+    }
+    std::string until;
+    std::function<void()> then;
+  };
+  constexpr std::int64_t kBytes = 5 * 4096;
+  store::Counters counters;
+  const auto io = std::make_shared<Listing>();
+  const store::Directory::Options options{.path = root, .max_bytes = 10 * kBytes, .keep_free = 0};
+  store::Directory directory(io, options, counters);
+  const std::uint32_t space = directory.space(raw_space(0).digest());
+  const TierPtr writer = directory_tier(small_tier(root, 10 * kBytes));
+  ASSERT_EQ(Client({writer}).put(range(0, 10)), all(Outcome::kOk, 10));
+  const store::PieceId removed{space, key_of(5), {}};
+  const timespec later[2] = {{.tv_sec = 1L << 33, .tv_nsec = 0}, {.tv_sec = 1L << 33, .tv_nsec = 0}};
+  ASSERT_EQ(::utimensat(AT_FDCWD, piece_path(root, 0, 5).c_str(), later, 0), 0) << "so that it is not evicted";
+  io->until = store::file_name(key_of(5), {});
+  io->then = [&] {
+    directory.let_go(removed, store::Going::kRemoved);
+    EXPECT_TRUE(directory.settle(removed));
+  };
+  store::Draft draft;
+  EXPECT_TRUE(soon([&] { return !directory.begin({space, key_of(100), {}}, kBytes, draft); }));
+  EXPECT_FALSE(io->then) << "it was not listed";
+  EXPECT_FALSE(directory.holds(removed));
+  EXPECT_TRUE(directory.holds({space, key_of(8), {}}) || directory.holds({space, key_of(9), {}}));
+  directory.discard(draft);
+}
+
 }  // namespace
 }  // namespace kvstride::test

@@ -20,6 +20,10 @@ namespace {
 constexpr std::int64_t kSecond = 1'000'000'000;
 
 std::int64_t nanoseconds(const struct timespec& time) { return time.tv_sec * kSecond + time.tv_nsec; }
+std::size_t hash_of(const Key& key) {
+  const auto bytes = key.bytes();
+  return std::hash<std::string_view>()({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+}
 bool no_space(int error) { return error == -ENOSPC || error == -EDQUOT; }
 
 }  // namespace
@@ -137,13 +141,13 @@ bool Directory::forget(const PieceId& id) {
   return slot != kNoSlot;
 }
 
-/// `used` in seconds. Whether it is known now: not where it is about to go, or where something has gone since
-/// num_gone() was `seen`, which may be this.
+/// `used` in seconds. Whether it is known now: not where it is about to go, or may have gone since num_gone() was
+/// `seen`. Who found a file by looking at the directory says so.
 bool Directory::insert(const PieceId& id, std::int64_t bytes, std::int64_t used, bool read,
                        std::optional<std::uint64_t> seen) {
   const std::lock_guard lock(mutex_);
   if (index_.find(id) != kNoSlot) return true;
-  if (is_going(id) || (seen && *seen != num_gone_)) return false;
+  if (is_going(id) || (seen && gone_since(id.key, *seen))) return false;
   index_.insert(
       id, {static_cast<std::uint64_t>(std::max<std::int64_t>(used, 0)), static_cast<std::uint32_t>(bytes / kPage)},
       read);
@@ -157,8 +161,20 @@ bool Directory::is_going(const PieceId& id) const {
   });
 }
 
+/// The lock must be held. In doubt it has.
+bool Directory::gone_since(const Key& key, std::uint64_t seen) const {
+  const auto found = gone_at_.find(hash_of(key));
+  return seen < gone_known_ || (found != gone_at_.end() && found->second > seen);
+}
+
 void Directory::done_going(const PieceId& id) {
+  constexpr std::size_t kRemembered = 4096;
   const std::lock_guard lock(mutex_);
+  if (gone_at_.size() >= kRemembered) {
+    gone_at_.clear();
+    gone_known_ = num_gone_;
+  }
+  gone_at_[hash_of(id.key)] = num_gone_ + 1;
   std::erase_if(going_, [&](const Gone& gone) {
     return gone.id.space == id.space && gone.id.heads == id.heads && gone.id.key == id.key;
   });

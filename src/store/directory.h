@@ -8,6 +8,7 @@
 #include <optional>
 #include <shared_mutex>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "store/folders.h"
@@ -130,6 +131,7 @@ class Directory {
   void drop(Slot slot, bool remember);
   bool is_going(const PieceId& id) const;
   void done_going(const PieceId& id);
+  bool gone_since(const Key& key, std::uint64_t seen) const;
   std::uint64_t num_gone() const;
   int set_aside(const PieceId& id);
   bool settle_one(const Gone& gone);
@@ -182,8 +184,11 @@ class Directory {
   std::vector<std::unique_ptr<Space>> spaces_;
   std::vector<Gone> going_;
   std::uint64_t num_gone_ = 0;  ///< files that were in going_, and are no longer
-  std::vector<Draft> left_;     ///< drafts that could not be removed
-  std::mutex going_mutex_;      ///< held while one of going_ is settled
+  /// By hashes of keys: num_gone_ when a file of theirs went. What went before `gone_known_` is not in it.
+  std::unordered_map<std::size_t, std::uint64_t> gone_at_;
+  std::uint64_t gone_known_ = 0;
+  std::vector<Draft> left_;  ///< drafts that could not be removed
+  std::mutex going_mutex_;   ///< held while one of going_ is settled
   std::mutex splits_mutex_;
   std::mutex evict_mutex_;
 };

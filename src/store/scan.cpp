@@ -78,6 +78,7 @@ std::int64_t Directory::scan_flat(const Folder& folder, bool drafts, bool& whole
 }
 
 void Directory::scan(Scan& out) {
+  out.seen = num_gone();
   std::vector<std::string> names;
   const Folder listing = folders_.again(folders_.root());
   const int error = listing.fd() < 0 ? listing.fd() : io_->list(listing.fd(), [&](const char* name, unsigned char) {
@@ -102,7 +103,8 @@ void Directory::adopt(Scan& scan) {
   });
   for (const Scan::File& file : scan.files) {
     const auto parsed = parse_file_name(std::string_view(scan.names).substr(file.name, file.length));
-    insert({file.space, parsed->first, parsed->second}, file.pages * kPage, file.used, file.used > file.changed);
+    insert({file.space, parsed->first, parsed->second}, file.pages * kPage, file.used, file.used > file.changed,
+           scan.seen);
   }
   for (const PieceId& id : scan.damaged) let_go(id, Going::kDamaged);
 }

@@ -22,6 +22,7 @@ struct Directory::Scan {
   std::vector<File> files;
   std::string names;
   std::vector<PieceId> damaged;  ///< no whole pages
+  std::uint64_t seen = 0;        ///< num_gone() when it began
   std::int64_t bytes = 0;
   bool whole = true;  ///< everything could be listed
 };
