@@ -324,5 +324,27 @@ TEST_F(StoreDirectory, WhatGoesWhileItIsListedIsGone) {
   directory.discard(draft);
 }
 
+/// A file that cannot be removed at the moment is tried again, and not found meanwhile.
+TEST_F(StoreDirectory, WhatCannotBeRemovedNowIsNotFound) {
+  const auto io = std::make_shared<FaultIo>();
+  const TierPtr tier = store::make_directory_tier(small_tier(root), io);
+  Client client({tier});
+  for (const Fault& fault : {Fault{.calls = kUnlink, .targets = kPiece, .error = EIO},
+                             Fault{.calls = kStat, .targets = kPiece, .error = EMFILE}}) {
+    ASSERT_EQ(client.put(range(0, 4)), all(Outcome::kOk, 4));
+    const std::int64_t before = io->hits();
+    io->set(fault);
+    EXPECT_EQ(client.remove({1}), 1);
+    EXPECT_TRUE(soon([&] { return io->hits() >= before + 3; })) << "it is not tried again";
+    EXPECT_EQ(client.lookup({0, 1}), (std::vector<bool>{true, false}));
+    io->lift();
+    EXPECT_TRUE(soon([&] { return !fs::exists(piece_path(root, 0, 1)); }));
+    EXPECT_EQ(client.lookup({0, 1}), (std::vector<bool>{true, false}));
+  }
+  EXPECT_EQ(client.put({1}), all(Outcome::kOk, 1));
+  EXPECT_EQ(client.get(range(0, 4)), all(Outcome::kOk, 4));
+  expect_at_rest(root, tier, io.get());
+}
+
 }  // namespace
 }  // namespace kvstride::test

@@ -24,6 +24,10 @@ std::size_t hash_of(const Key& key) {
   const auto bytes = key.bytes();
   return std::hash<std::string_view>()({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
 }
+/// Trying again does not help.
+bool lasting(int error) {
+  return error == -EACCES || error == -EPERM || error == -EROFS || error == -ENOTDIR || error == -EISDIR;
+}
 bool no_space(int error) { return error == -ENOSPC || error == -EDQUOT; }
 
 }  // namespace
@@ -552,13 +556,13 @@ bool Directory::settle_one(const Gone& gone) {
   if (gone.why == Going::kDamaged) {
     const int error = set_aside(gone.id);
     if (error == 0) return true;
-    if (error == -EBUSY) return false;
+    if (error == -EBUSY) return false;  // or it would be removed as soon as nobody counts
   }
   // Or one of that name is set aside already, or it cannot be: then it goes.
   std::int64_t freed = 0;
   const int error = unlink_piece(gone.id, freed);
   if (error == 0 && gone.why == Going::kRemoved) counters_.add(Count::kRemoved);
-  return error != -EBUSY;
+  return error == 0 || error == -ENOENT || lasting(error);
 }
 
 bool Directory::settle(const PieceId& id) {
