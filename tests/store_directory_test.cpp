@@ -346,5 +346,31 @@ TEST_F(StoreDirectory, WhatCannotBeRemovedNowIsNotFound) {
   expect_at_rest(root, tier, io.get());
 }
 
+/// A draft that could not be removed is still there when the tier closes: its room is in force until somebody counts.
+TEST_F(StoreDirectory, DraftsThatAreLeftBehindCount) {
+  const auto io = std::make_shared<FaultIo>();
+  const auto other = another();
+  {
+    const TierPtr tier = store::make_directory_tier(small_tier(root), io);
+    Client client({tier});
+    EXPECT_TRUE(soon([&] { return client.put({1}) == all(Outcome::kOk, 1); }));
+    io->set({.calls = kUnlink, .targets = kDraft, .error = EIO});
+    io->set({.calls = kRename, .targets = kDraft, .error = EIO}, 1);
+    EXPECT_EQ(client.put({2, 3}), all(Outcome::kIoError, 2));
+  }
+  const OnDisk disk = look(root);
+  ASSERT_EQ(disk.temporaries.size(), 2U);
+  const auto account = other->account();
+  ASSERT_TRUE(account);
+  EXPECT_GE(account->used + account->reserved, disk.bytes + size_of(disk.temporaries));
+  ASSERT_EQ(other->begin_count(), store::Ledger::Count::kMine) << "nobody would ever find them";
+  other->cancel_count();
+  io->lift(0);
+  io->lift(1);
+  const TierPtr tier = store::make_directory_tier(small_tier(root), io);
+  EXPECT_EQ(Client({tier}).put({2, 3}), all(Outcome::kOk, 2));
+  expect_at_rest(root, tier, io.get());
+}
+
 }  // namespace
 }  // namespace kvstride::test

@@ -101,8 +101,10 @@ Ledger::~Ledger() {
     // Where this fails, the slot is one of a dead process, and somebody counts.
     with_record(true, [&](LedgerRecord& record) {
       if (record.counter == token_) record.counter = record.known = 0;
-      if (local_.late_commits > 0) {  // a count of another process is under way, which may miss these files
-        record.lost_since += local_.late_commits;
+      // Files that a count under way may miss; files that nobody told of again: what could not be removed stays behind.
+      if (local_.late_commits > 0 || local_.outstanding > 0) {
+        record.lost_since += std::max<std::int64_t>(local_.late_commits, 0);
+        (record.counter == 0 ? record.lost : record.lost_since) += std::max<std::int64_t>(local_.outstanding, 0);
         record.unsettled = 1;
       }
       record.slots[slot_] = {};

@@ -47,7 +47,8 @@ class Ledger {
   /// Opens or makes the file and takes a free slot (a byte-range lock of its own tells others that this process lives).
   /// Throws Error(kStore): no locks on this file system, another owner, a link, all 60 slots taken, a lock not got.
   Ledger(std::shared_ptr<Io> io, int dir_fd, const Options& options);
-  /// Gives the slot and what it has reserved back.
+  /// Gives the slot back, and what it has reserved for nobody. What callers have reserved and told nothing more of is
+  /// in force until somebody has counted.
   ~Ledger();
   Ledger(const Ledger&) = delete;
   Ledger& operator=(const Ledger&) = delete;
