@@ -372,5 +372,47 @@ TEST_F(StoreDirectory, DraftsThatAreLeftBehindCount) {
   expect_at_rest(root, tier, io.get());
 }
 
+/// A folder that this process may not enter is not its own: the rest goes on.
+TEST_F(StoreDirectory, AFolderWithoutRights) {
+  class Closed : public ForwardIo {
+   public:
+    int open(int at, const char* name, int flags, mode_t mode) override {
+      return closed == name ? -EACCES : ForwardIo::open(at, name, flags, mode);
+    }
+    int stat_at(int at, const char* name, struct stat& out) override {
+      return hidden == name ? -EACCES : ForwardIo::stat_at(at, name, out);
+    }
+    std::string closed;
+    std::string hidden;
+  };
+  { Client({directory_tier(small_tier(root))}).put(range(0, 20)); }
+  const auto io = std::make_shared<Closed>();
+  io->closed = piece_path(root, 0, 1).substr(root.size() + 66, 1);
+  io->hidden = store::file_name(key_of(2), {});
+  ASSERT_NE(piece_path(root, 0, 2)[root.size() + 66], io->closed[0]);
+  const TierPtr tier = store::make_directory_tier(small_tier(root), io);
+  Client client({tier});
+  EXPECT_TRUE(soon([&] { return client.put({100}) == all(Outcome::kOk, 1); })) << told(tier);
+  EXPECT_EQ(client.lookup({1, 2, 100}), (std::vector<bool>{false, false, true}));
+  EXPECT_NE(client.put({1}), all(Outcome::kOk, 1));
+}
+
+/// Killed between making a folder and letting the group in: the next one does that.
+TEST_F(StoreDirectory, FoldersOfAGroupThatAreClosed) {
+  auto options = small_tier(root);
+  options.group = true;
+  const fs::path shard = fs::path(piece_path(root, 0, 1)).parent_path();
+  for (const fs::path& folder : {fs::path(root + "/tmp"), shard.parent_path(), shard}) {
+    fs::create_directories(folder);
+    fs::permissions(folder, fs::perms::owner_all);
+  }
+  EXPECT_EQ(Client({directory_tier(options)}).put({1}), all(Outcome::kOk, 1));
+  for (const fs::path& folder : {fs::path(root), fs::path(root + "/tmp"), shard.parent_path(), shard}) {
+    struct stat stat;
+    ASSERT_EQ(::stat(folder.c_str(), &stat), 0);
+    EXPECT_EQ(stat.st_mode & 02770U, 02770U) << folder;
+  }
+}
+
 }  // namespace
 }  // namespace kvstride::test

@@ -96,7 +96,13 @@ int Folders::open(int at, const char* name, bool make) {
   if (fd < 0) return fd == -ELOOP ? -ENOTDIR : fd;
   struct stat stat;
   const int error = io_->stat_fd(fd, stat);
-  if (error == 0 && ours(stat)) return fd;
+  if (error == 0 && ours(stat)) {
+    // Who made it may have been killed before others were let in.
+    constexpr mode_t kGroup = 02770;
+    const bool closed = group_ && make && stat.st_uid == geteuid() && (stat.st_mode & kGroup) != kGroup;
+    if (closed) retry([&] { return io_->chmod_fd(fd, (stat.st_mode & 07777) | kGroup); });
+    return fd;
+  }
   io_->close(fd);
   return error < 0 ? error : -ENOTDIR;
 }

@@ -247,11 +247,9 @@ bool SpaceFolder::list(const std::function<void(const ChunkFile&)>& use, std::ve
   };
   const auto unlisted = [&](const std::string& path, int error) {
     if (error == -ENOENT) return;
-    // Links and other users' folders are nobody's business, as for the processes that count.
-    const bool refused = error == -ENOTDIR;
-    stray(path,
-          refused ? "a link, no folder, or another user's" : fmt::format("not readable: {}", std::strerror(-error)));
-    whole &= refused;
+    stray(path, error == -ENOTDIR ? "a link, no folder, or another user's"
+                                  : fmt::format("not readable: {}", std::strerror(-error)));
+    whole &= not_ours(error);
   };
   if (fd_ < 0) {
     unlisted(name_, fd_);

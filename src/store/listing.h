@@ -2,6 +2,7 @@
 // What is in a store's folders, for the tier and for `kvstride store` alike.
 #pragma once
 
+#include <cerrno>
 #include <functional>
 #include <optional>
 #include <string>
@@ -16,6 +17,10 @@ namespace kvstride::store {
 constexpr std::size_t kSpaceName = 64;
 constexpr std::size_t kDraftName = 32;
 constexpr std::size_t kTokenName = 16;
+
+/// Folders and files that are links, other users', or closed to this one: neither counted nor read. Or nobody could
+/// ever finish counting.
+constexpr bool not_ours(int error) { return error == -ENOTDIR || error == -ELOOP || error == -EACCES; }
 
 /// One name in a shard.
 struct Entry {

@@ -15,17 +15,18 @@ void Directory::scan_space(std::uint32_t number, Scan& out) {
   const Digest& of = digest(number);
   for (std::size_t shard = 0; shard < kNumShards; ++shard) {
     const Folder folder = folders_.shard(of, shard, false);
-    if (folder.fd() == -ENOTDIR) counters_.add(Count::kForeign);  // not ours: neither counted nor read
-    if (folder.fd() == -ENOTDIR || folder.fd() == -ENOENT) continue;
     const Folder listing = folder.fd() < 0 ? folder : folders_.again(folder.fd());
+    if (not_ours(listing.fd())) counters_.add(Count::kForeign);
+    if (not_ours(listing.fd()) || folder.fd() == -ENOENT) continue;
     if (listing.fd() < 0) {
       out.whole = false;
       continue;
     }
     const auto ours = [&](const struct stat& stat) { return folders_.ours(stat); };
     const int error = list_shard(*io_, listing.fd(), shard, ours, [&](const Entry& entry) {
-      if (entry.kind == Entry::Kind::kFailed) out.whole = false;
-      if (entry.kind == Entry::Kind::kForeign) counters_.add(Count::kForeign);
+      const bool refused = entry.kind == Entry::Kind::kFailed && not_ours(entry.error);
+      if (entry.kind == Entry::Kind::kFailed && !refused) out.whole = false;
+      if (entry.kind == Entry::Kind::kForeign || refused) counters_.add(Count::kForeign);
       if (entry.kind != Entry::Kind::kPiece) return;
       const struct stat& stat = entry.stat;
       out.bytes = add_bytes(out.bytes, bytes_on_disk(stat));
