@@ -679,6 +679,38 @@ TEST(Ledger, ARemovedFileIsNoticed) {
   EXPECT_EQ(counted_ledger(dir, 1000)->reserve(1), Room::kTaken);
 }
 
+TEST(Ledger, ARemovedFileIsMadeAgain) {
+  const Directory dir;
+  const auto a = counted_ledger(dir, 1000);
+  const auto b = open_ledger(dir, 1000);
+  ASSERT_EQ(a->reserve(300), Room::kTaken);
+  ASSERT_EQ(b->reserve(200), Room::kTaken);
+  const std::string token = a->token();
+  ASSERT_EQ(::unlinkat(dir.fd(), "ledger", 0), 0);
+  std::this_thread::sleep_for(kUnsure);
+  for (Ledger* ledger : {a.get(), b.get()}) {
+    EXPECT_FALSE(ledger->flush());
+    ASSERT_TRUE(ledger->lost());
+    EXPECT_TRUE(ledger->reopen(dir.fd()));
+    EXPECT_FALSE(ledger->lost());
+    EXPECT_EQ(ledger->reserve(1), Room::kBusy) << "nobody has counted";
+  }
+  EXPECT_EQ(a->live_tokens(), (std::vector{token, b->token()}));
+  ASSERT_EQ(b->begin_count(), Count::kMine);
+  b->end_count(100);
+  EXPECT_EQ(b->account()->used, 100);
+  EXPECT_EQ(b->account()->reserved, 500);
+  EXPECT_EQ(b->reserve(401), Room::kFull);
+  a->commit(300, 300);
+  EXPECT_EQ(settled({a.get(), b.get()}).used, 400);
+  // Not where the folder has gone, too.
+  ASSERT_EQ(::unlinkat(dir.fd(), "ledger", 0), 0);
+  std::filesystem::remove_all(dir.path());
+  EXPECT_FALSE(a->flush());
+  EXPECT_FALSE(a->reopen(dir.fd()));
+  EXPECT_TRUE(a->lost());
+}
+
 // --- Several processes -----------------------------------------------------------------------------------------------
 
 TEST(Ledger, AForkedChildLeavesTheAccountAlone) {

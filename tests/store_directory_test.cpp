@@ -414,5 +414,22 @@ TEST_F(StoreDirectory, FoldersOfAGroupThatAreClosed) {
   }
 }
 
+/// Only the account is removed: it is made again, and the tier goes on.
+TEST_F(StoreDirectory, ARemovedAccount) {
+  const TierPtr one = directory_tier(small_tier(root));
+  const TierPtr two = directory_tier(small_tier(root));
+  Client a({one});
+  Client b({two}, 1);
+  ASSERT_EQ(a.put(range(0, 20)), all(Outcome::kOk, 20));
+  ASSERT_EQ(b.put(range(0, 20)), all(Outcome::kOk, 20));
+  fs::remove(root + "/ledger");
+  EXPECT_TRUE(soon([&] { return a.put({100}) == all(Outcome::kOk, 1); }, 10000ms)) << told(one);
+  EXPECT_TRUE(soon([&] { return b.put({100}) == all(Outcome::kOk, 1); }, 10000ms)) << told(two);
+  a.put(range(200, 600));
+  b.put(range(200, 600));
+  expect_at_rest(root, one);
+  expect_at_rest(root, two);
+}
+
 }  // namespace
 }  // namespace kvstride::test

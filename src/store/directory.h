@@ -78,6 +78,8 @@ class Directory {
   std::size_t index_memory() const;
   bool read_only() const { return folders_.read_only(); }
   bool direct() const { return direct_; }
+  /// Nothing can be written: the account was removed, or others took this process for dead, and it cannot be had again.
+  bool lost() const { return ledger_ && ledger_->lost(); }
 
   // --- With the file system.
 

@@ -81,7 +81,11 @@ Ledger::Ledger(std::shared_ptr<Io> io, int dir_fd, const Options& options)
       token_(random_number()),
       token_text_(text_of(token_)) {
   if (options.max_bytes < 0) fail(fmt::format("max_bytes {} is negative", options.max_bytes));
-  open_file(dir_fd, options.mode);
+  enter(dir_fd);
+}
+
+void Ledger::enter(int dir_fd) {
+  open_file(dir_fd, options_.mode);
   try {
     take_slot();
     Descriptors& all = descriptors();
@@ -89,8 +93,18 @@ Ledger::Ledger(std::shared_ptr<Io> io, int dir_fd, const Options& options)
     all.open.emplace_back(io_.get(), fd_);
   } catch (...) {
     io_->close(fd_);  // and with it its locks
+    fd_ = -1;
     throw;
   }
+}
+
+void Ledger::leave() {
+  if (fd_ < 0) return;
+  Descriptors& all = descriptors();
+  const std::lock_guard lock(all.mutex);
+  std::erase(all.open, std::pair(io_.get(), fd_));
+  io_->close(fd_);
+  fd_ = -1;
 }
 
 Ledger::~Ledger() {
@@ -110,10 +124,28 @@ Ledger::~Ledger() {
       record.slots[slot_] = {};
     });
   }
-  Descriptors& all = descriptors();
-  const std::lock_guard lock(all.mutex);
-  std::erase(all.open, std::pair(io_.get(), fd_));
-  io_->close(fd_);
+  leave();
+}
+
+/// The token stays, and with it files under way; what is known of the old account is of no use in the new one.
+bool Ledger::reopen(int dir_fd) {
+  if (forked() || ::getpid() != pid_) return false;
+  const std::lock_guard lock(mutex_);
+  if (!lost_) return true;
+  leave();
+  Local anew;
+  anew.outstanding = std::max<std::int64_t>(local_.outstanding, 0);
+  anew.written = anew.outstanding;
+  anew.mark = local_.mark + 1;
+  anew.active = local_.active;
+  local_ = anew;
+  try {
+    enter(dir_fd);
+  } catch (const Error&) {
+    return false;
+  }
+  lost_ = false;
+  return true;
 }
 
 void Ledger::open_file(int dir_fd, mode_t mode) {
@@ -134,7 +166,7 @@ void Ledger::open_file(int dir_fd, mode_t mode) {
     if (set < 0) why = fmt::format("chmod to {:o}: {}", mode, std::strerror(-set));
   }
   if (why.empty()) return;
-  io_->close(fd_);
+  io_->close(std::exchange(fd_, -1));
   fail(why);
 }
 
@@ -164,8 +196,8 @@ void Ledger::take_slot() {
     }
   }
   if (slot_ == kLedgerSlots) fail(fmt::format("{} processes have the directory open, the limit", kLedgerSlots));
-  if (alone) record.known = 0;  // who knows what happened to the files
-  record.slots[slot_] = {.token = token_, .in_use = 1};
+  if (alone || lost_) record.known = 0;  // who knows what happened to the files
+  record.slots[slot_] = {.token = token_, .reserved = local_.written, .in_use = 1, .active = local_.active ? 1U : 0U};
   record.max_bytes = options_.max_bytes;
   local_.count = record.count;
   local_.counting = count_under_way(record);
@@ -526,11 +558,7 @@ std::optional<Ledger::Account> Ledger::account() {
   return done ? account : std::nullopt;
 }
 
-bool Ledger::lost() {
-  if (forked()) return true;
-  const std::lock_guard lock(mutex_);
-  return lost_;
-}
+bool Ledger::lost() const { return forked() || lost_; }
 
 bool Ledger::flush() {
   if (forked()) return false;

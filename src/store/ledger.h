@@ -4,6 +4,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -111,8 +112,11 @@ class Ledger {
   /// Writes what was changed; false where the lock was not got.
   bool flush();
   /// Somebody removed the file, replaced it by another version's, or took this process for dead (a file server that
-  /// dropped its locks) and the slot: all calls fail from now on. A new object, and a count, help.
-  bool lost();
+  /// dropped its locks) and the slot: all calls fail from now on. Waits for nothing.
+  bool lost() const;
+  /// What helps then: opens or makes the file anew, and takes a slot; somebody must count. What callers have reserved
+  /// stays so. False where that did not work.
+  bool reopen(int dir_fd);
 
  private:
   /// What the process knows beyond the file. Always: written = sure + late_commits + outstanding + allowance.
@@ -136,6 +140,8 @@ class Ledger {
   bool forked() const;
   bool is_sure() const;
   std::int64_t most_unused() const;
+  void enter(int dir_fd);
+  void leave();
   void open_file(int dir_fd, mode_t mode);
   void take_slot();
   int lock_record(bool patient);
@@ -169,7 +175,7 @@ class Ledger {
   std::int64_t wanted_ = 0;  ///< what reserve() last had no room for
   bool stuck_ = false;       ///< the last attempt to lock the record ran out of time
   bool closing_ = false;
-  bool lost_ = false;
+  std::atomic<bool> lost_{false};
 };
 
 }  // namespace kvstride::store

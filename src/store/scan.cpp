@@ -138,6 +138,11 @@ void Directory::keep_house() {
   if (!ledger_) return;
   settle_all();
   if (const std::optional<Ledger::Account> account = ledger_->account()) known_used_ = account->used;
+  if (ledger_->lost()) {
+    // The others that were there come, too: before what they have reserved is known, nobody should count.
+    if (ledger_->reopen(folders_.root())) counted_ = Clock::now();
+    return;
+  }
   // The limit may be lower than that of those who wrote.
   for (int i = 0; i < 1024 && known_used_ > options_.max_bytes && evict_one() > 0; ++i) {
   }
