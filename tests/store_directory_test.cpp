@@ -431,5 +431,17 @@ TEST_F(StoreDirectory, ARemovedAccount) {
   expect_at_rest(root, two);
 }
 
+/// Whatever the file system makes of it: in 4 KiB parts, their list in blocks of 340, and those in blocks of 340.
+TEST_F(StoreDirectory, RoomForFilesInManyParts) {
+  EXPECT_EQ(store::room_for(2 * 4096), 2 * 4096);
+  EXPECT_EQ(store::room_for(2 * 4096 - 1), 2 * 4096);
+  for (std::int64_t pages = 257; pages < (1 << 20); pages = pages * 5 / 4) {
+    const std::int64_t lists = (pages + 339) / 340;
+    const std::int64_t above = lists > 4 ? (lists + 339) / 340 : 0;
+    EXPECT_GE(store::room_for(pages * 4096), (pages + lists + above) * 4096) << pages;
+    EXPECT_LE(store::room_for(pages * 4096), (pages + lists + above + 2) * 4096) << pages;
+  }
+}
+
 }  // namespace
 }  // namespace kvstride::test

@@ -27,7 +27,7 @@ std::int64_t bytes_on_disk(const struct stat& stat);
 bool sound_length(std::int64_t bytes);
 /// Sums of sizes that somebody may have made up do not overflow.
 std::int64_t add_bytes(std::int64_t sum, std::int64_t bytes);
-/// Room for a file of `bytes`, with that for the tree of a file in many extents.
+/// Room for a file of `bytes`; where it is large, also for the tree of as many extents as it can have.
 std::int64_t room_for(std::int64_t bytes);
 
 /// A file on its way to its name.
