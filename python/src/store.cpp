@@ -2,6 +2,8 @@
 // The store; `store.py` checks types, keeps memory alive and makes the classes that users see.
 #include "kvstride/store.h"
 
+#include <unistd.h>
+
 #include <atomic>
 
 #include "module.h"
@@ -96,10 +98,42 @@ std::optional<Range> to_range(const std::optional<std::pair<std::int64_t, std::i
   return Range{heads->first, heads->second};
 }
 
-/// A tier as Python holds it.
-struct TierHandle {
-  TierPtr tier;
+/// What waits for threads, and so for a disk, when it ends. It ends without the interpreter's lock; in a forked child,
+/// which has none of those threads, never.
+template <typename T>
+class Held {
+ public:
+  explicit Held(std::shared_ptr<T> thing) : thing_(std::move(thing)) {}
+  Held(Held&&) noexcept = default;
+  ~Held() { drop(); }
+
+  void drop() {
+    std::shared_ptr<T> thing = std::move(thing_);
+    if (!thing) return;
+    if (getpid() != pid_) {
+      new std::shared_ptr<T>(std::move(thing));
+      return;
+    }
+    const nb::gil_scoped_release release;
+    thing.reset();
+  }
+  T& operator*() const { return *thing_; }
+  T* operator->() const { return thing_.get(); }
+  /// Null after drop().
+  const std::shared_ptr<T>& share() const { return thing_; }
+
+ private:
+  std::shared_ptr<T> thing_;
+  pid_t pid_ = getpid();
 };
+using TierHandle = Held<store::Tier>;
+using PinsHandle = Held<Pins>;
+using StoreHandle = Held<Store>;
+
+TierPtr tier_of(const TierHandle& handle, const char* what) {
+  if (!handle.share()) throw Error(ErrorCode::kStore, std::string(what) + ": the tier is closed");
+  return handle.share();
+}
 
 }  // namespace
 
@@ -108,19 +142,20 @@ void bind_store(nb::module_& m) {
       .def("metrics",
            [](const TierHandle& self) {
              TierMetrics metrics;
+             TierPtr tier = tier_of(self, "metrics");
              {
                const nb::gil_scoped_release release;
-               metrics = tier_metrics(*self.tier);
+               metrics = tier_metrics(*tier);
+               tier.reset();  // may be the last by now
              }
              return to_dict(metrics);
            })
-      .def(
-          "close", [](TierHandle& self) { self.tier.reset(); }, nb::call_guard<nb::gil_scoped_release>());
+      .def("close", &TierHandle::drop);
 
   m.def(
       "host_tier",
       [](std::int64_t num_bytes, std::string_view eviction, const std::string& shared_name) {
-        return TierHandle{host_tier({num_bytes, to_eviction(eviction), shared_name})};
+        return TierHandle(host_tier({num_bytes, to_eviction(eviction), shared_name}));
       },
       nb::arg("num_bytes"), nb::arg("eviction"), nb::arg("shared_name"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
@@ -142,7 +177,7 @@ void bind_store(nb::module_& m) {
         options.staging_bytes = staging_bytes;
         options.queue_chunks = static_cast<std::size_t>(queue_chunks);
         options.lookup_timeout = to_time(lookup_timeout);
-        return TierHandle{directory_tier(options)};
+        return TierHandle(directory_tier(options));
       },
       nb::arg("path"), nb::arg("max_bytes"), nb::arg("keep_free").none(), nb::arg("eviction"), nb::arg("sync"),
       nb::arg("group"), nb::arg("engine"), nb::arg("num_threads"), nb::arg("staging_bytes"), nb::arg("queue_chunks"),
@@ -174,76 +209,86 @@ void bind_store(nb::module_& m) {
            })
       .def("cancel", &Job::cancel);
 
-  nb::class_<Pins>(m, "Pins").def_prop_ro("found", [](const Pins& self) {
+  nb::class_<PinsHandle>(m, "Pins").def_prop_ro("found", [](const PinsHandle& self) {
     nb::list out;
-    for (const bool found : self.found()) out.append(nb::bool_(found));
+    for (const bool found : self->found()) out.append(nb::bool_(found));
     return out;
   });
 
-  nb::class_<Store>(m, "Store")
+  nb::class_<StoreHandle>(m, "Store")
       .def(
           "__init__",
-          [](Store* self, const std::vector<TierHandle*>& tiers, const Namespace& space, int num_threads,
+          [](StoreHandle* self, const std::vector<TierHandle*>& tiers, const Namespace& space, int num_threads,
              std::int64_t queue_chunks, double deadline, bool write_behind, bool promote) {
             std::vector<TierPtr> all;
-            for (const TierHandle* tier : tiers) all.push_back(tier->tier);
+            for (const TierHandle* tier : tiers) all.push_back(tier_of(*tier, "Store"));
             StoreOptions options;
             options.num_threads = num_threads;
             options.queue_chunks = static_cast<std::size_t>(queue_chunks);
             options.deadline = to_time(deadline);
             options.write_behind = write_behind;
             options.promote = promote;
-            new (self) Store(std::move(all), space, options);
+            const nb::gil_scoped_release release;
+            new (self) StoreHandle(std::make_shared<Store>(std::move(all), space, options));
           },
           nb::arg("tiers"), nb::arg("namespace"), nb::arg("num_threads"), nb::arg("queue_chunks"), nb::arg("deadline"),
           nb::arg("write_behind"), nb::arg("promote"))
       .def(
           "put",
-          [](Store& self, const nb::list& keys, const Cache& cache, const Ids& blocks, const Heads& heads,
+          [](const StoreHandle& self, const nb::list& keys, const Cache& cache, const Ids& blocks, const Heads& heads,
              const Gate* after, std::optional<double> deadline) {
             const std::vector<Key> all = to_keys(keys);
             const RequestOptions options = to_options(heads, after, deadline);
             const nb::gil_scoped_release release;
-            return self.put(all, cache, to_span(blocks), options);
+            return self->put(all, cache, to_span(blocks), options);
           },
           nb::arg("keys"), nb::arg("cache"), nb::arg("blocks"), nb::arg("heads").none(), nb::arg("after").none(),
           nb::arg("deadline").none())
       .def(
           "get",
-          [](Store& self, const nb::list& keys, const Cache& cache, const Ids& blocks, const Heads& heads,
+          [](const StoreHandle& self, const nb::list& keys, const Cache& cache, const Ids& blocks, const Heads& heads,
              const Gate* after, std::optional<double> deadline) {
             const std::vector<Key> all = to_keys(keys);
             const RequestOptions options = to_options(heads, after, deadline);
             const nb::gil_scoped_release release;
-            return self.get(all, cache, to_span(blocks), options);
+            return self->get(all, cache, to_span(blocks), options);
           },
           nb::arg("keys"), nb::arg("cache"), nb::arg("blocks"), nb::arg("heads").none(), nb::arg("after").none(),
           nb::arg("deadline").none())
       .def(
           "put_bytes",
-          [](Store& self, const nb::list& keys, const std::vector<std::pair<std::uintptr_t, std::size_t>>& buffers,
-             const Gate* after, std::optional<double> deadline) {
+          [](const StoreHandle& self, const nb::list& keys,
+             const std::vector<std::pair<std::uintptr_t, std::size_t>>& buffers, const Gate* after,
+             std::optional<double> deadline) {
             const std::vector<Key> all = to_keys(keys);
             const std::vector<std::span<std::byte>> spans = to_spans(buffers);
             const std::vector<std::span<const std::byte>> from(spans.begin(), spans.end());
-            return self.put_bytes(all, from, to_options({}, after, deadline));
+            const RequestOptions options = to_options({}, after, deadline);
+            const nb::gil_scoped_release release;
+            return self->put_bytes(all, from, options);
           },
           nb::arg("keys"), nb::arg("buffers"), nb::arg("after").none(), nb::arg("deadline").none())
       .def(
           "get_bytes",
-          [](Store& self, const nb::list& keys, const std::vector<std::pair<std::uintptr_t, std::size_t>>& buffers,
-             const Gate* after, std::optional<double> deadline) {
-            return self.get_bytes(to_keys(keys), to_spans(buffers), to_options({}, after, deadline));
+          [](const StoreHandle& self, const nb::list& keys,
+             const std::vector<std::pair<std::uintptr_t, std::size_t>>& buffers, const Gate* after,
+             std::optional<double> deadline) {
+            const std::vector<Key> all = to_keys(keys);
+            const std::vector<std::span<std::byte>> spans = to_spans(buffers);
+            const RequestOptions options = to_options({}, after, deadline);
+            const nb::gil_scoped_release release;
+            return self->get_bytes(all, spans, options);
           },
           nb::arg("keys"), nb::arg("buffers"), nb::arg("after").none(), nb::arg("deadline").none())
       .def(
           "lookup",
-          [](Store& self, const nb::list& keys, const std::optional<std::pair<std::int64_t, std::int64_t>>& heads) {
+          [](const StoreHandle& self, const nb::list& keys,
+             const std::optional<std::pair<std::int64_t, std::int64_t>>& heads) {
             const std::vector<Key> all = to_keys(keys);
             std::vector<bool> found;
             {
               const nb::gil_scoped_release release;
-              found = self.lookup(all, to_range(heads));
+              found = self->lookup(all, to_range(heads));
             }
             nb::list out;
             for (const bool one : found) out.append(nb::bool_(one));
@@ -252,22 +297,35 @@ void bind_store(nb::module_& m) {
           nb::arg("keys"), nb::arg("heads").none())
       .def(
           "lookup_prefix",
-          [](Store& self, const nb::list& keys, const std::optional<std::pair<std::int64_t, std::int64_t>>& heads) {
+          [](const StoreHandle& self, const nb::list& keys,
+             const std::optional<std::pair<std::int64_t, std::int64_t>>& heads) {
             const std::vector<Key> all = to_keys(keys);
             const nb::gil_scoped_release release;
-            return self.lookup_prefix(all, to_range(heads));
+            return self->lookup_prefix(all, to_range(heads));
           },
           nb::arg("keys"), nb::arg("heads").none())
       .def(
-          "pin", [](Store& self, const nb::list& keys) { return self.pin(to_keys(keys)); }, nb::arg("keys"))
+          "pin",
+          [](const StoreHandle& self, const nb::list& keys) {
+            const std::vector<Key> all = to_keys(keys);
+            const nb::gil_scoped_release release;
+            return PinsHandle(std::make_shared<Pins>(self->pin(all)));
+          },
+          nb::arg("keys"))
       .def(
-          "remove", [](Store& self, const nb::list& keys) { return self.remove(to_keys(keys)); }, nb::arg("keys"))
+          "remove",
+          [](const StoreHandle& self, const nb::list& keys) {
+            const std::vector<Key> all = to_keys(keys);
+            const nb::gil_scoped_release release;
+            return self->remove(all);
+          },
+          nb::arg("keys"))
       .def("metrics",
-           [](const Store& self) {
+           [](const StoreHandle& self) {
              StoreMetrics metrics;
              {
                const nb::gil_scoped_release release;
-               metrics = self.metrics();
+               metrics = self->metrics();
              }
              nb::dict out;
              out["counters"] = to_dict(metrics.counters);
@@ -278,7 +336,8 @@ void bind_store(nb::module_& m) {
              return out;
            })
       .def(
-          "flush", [](Store& self, double seconds) { return self.flush(to_time(seconds)); }, nb::arg("seconds"),
-          nb::call_guard<nb::gil_scoped_release>())
-      .def("close", &Store::close, nb::call_guard<nb::gil_scoped_release>());
+          "flush", [](const StoreHandle& self, double seconds) { return self->flush(to_time(seconds)); },
+          nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "close", [](const StoreHandle& self) { self->close(); }, nb::call_guard<nb::gil_scoped_release>());
 }
