@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -19,24 +19,54 @@ from ._ids import to_vector
 from ._tensor import is_torch
 from .blocks import core_of
 from .cache import Cache
-from .errors import ArgumentError, DTypeError, StoreError
+from .errors import ArgumentError, DTypeError, Error, StoreError
 from .identity import Key, Namespace
 
 #: (first, second, count): of put the cache's first head and the stored one, of get the stored and the cache's.
 Heads = tuple[int, int, int]
 
 
-class Tier:
-    """A place for chunks. May be given to several stores, of other namespaces too, which then share its room."""
+class _OfProcess:
+    """What has threads and locks: in a forked child nobody holds up the one and gives back the other."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    def _check_process(self, verb: str) -> None:
+        if os.getpid() != self._pid:
+            kind = type(self).__name__
+            raise StoreError(f"{verb}: the {kind} belongs to process {self._pid}; open a store after the fork")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__}: it belongs to this process and cannot be pickled or copied")
+
+
+class Tier(_OfProcess):
+    """A place for chunks. May be given to several stores, of other namespaces too, which then share its room.
+
+    A context manager, which closes it.
+    """
 
     _core: _core.Tier
 
     def metrics(self) -> dict[str, Any]:
-        """Capacity, use, counters and latencies; see docs/store.md."""
+        """Capacity, use, counters and latencies; see docs/store.md. Raises StoreError where the tier is closed."""
+        self._check_process("metrics")
         return self._core.metrics()
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{type(self).__name__}: it belongs to this process and cannot be pickled or copied")
+    def close(self) -> None:
+        """Let go of it: no more stores can be made with it. More than once does nothing.
+
+        Stores that have it go on; the tier's memory and threads end with the last of them, or here. That may take until
+        a disk has answered.
+        """
+        self._core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class HostTier(Tier):
@@ -48,6 +78,7 @@ class HostTier(Tier):
     """
 
     def __init__(self, num_bytes: int, *, eviction: str = "s3fifo", shared_name: str | None = None) -> None:
+        super().__init__()
         size = _bytes_of(num_bytes, "HostTier: num_bytes")
         name = "" if shared_name is None else _text(shared_name, "HostTier: shared_name")
         self._core = _core.host_tier(size, _choice(eviction, ("s3fifo", "lru"), "HostTier: eviction"), name)
@@ -79,6 +110,7 @@ class DirectoryTier(Tier):
         queue_chunks: int = 4096,
         lookup_timeout: float = 0.05,
     ) -> None:
+        super().__init__()
         where = os.fspath(path)
         self._core = _core.directory_tier(
             _text(where, "DirectoryTier: path"),
@@ -95,11 +127,13 @@ class DirectoryTier(Tier):
         )
 
 
-class Job:
+class Job(_OfProcess):
     """A request under way. The store keeps the memory that it uses until it is done."""
 
-    def __init__(self, core: _core.Job, keeps: tuple[Any, ...]) -> None:
-        self._core = core
+    _core: _core.Job
+
+    def __init__(self, keeps: tuple[Any, ...]) -> None:
+        super().__init__()
         self._keeps = keeps
         #: What `after` raised, if it did; the chunks are then 'refused'.
         self.error: BaseException | None = None
@@ -115,6 +149,7 @@ class Job:
         Never much later than the request's deadline. Raises TimeoutError where `timeout` (seconds) is over before; the
         request goes on.
         """
+        self._check_process("wait")
         if timeout is None:
             # In steps, so that Ctrl-C is heard.
             while not self._core.wait_for(0.2):
@@ -154,7 +189,7 @@ class Pins:
         self.release()
 
 
-class Store:
+class Store(_OfProcess):
     """Chunks of one namespace in tiers, fastest first. A context manager. Thread-safe.
 
     Every byte is verified before it reaches a cache. `num_threads` convert and check (0: the cores, at most 4);
@@ -174,9 +209,11 @@ class Store:
         write_behind: bool = False,
         promote: bool = True,
     ) -> None:
-        self._live: list[Job] = []
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
+        super().__init__()
+        self._live: set[Job] = set()
+        # May be asked for again by a signal's handler.
+        self._lock = threading.RLock()
+        self._closing = threading.RLock()
         if isinstance(tiers, Tier):
             tiers = [tiers]
         if not isinstance(tiers, (list, tuple)) or not all(isinstance(tier, Tier) for tier in tiers):
@@ -184,6 +221,8 @@ class Store:
         if not isinstance(namespace, Namespace):
             raise ArgumentError(f"Store: namespace is {type(namespace).__name__}, expected a Namespace")
         self.namespace = namespace
+        for tier in tiers:
+            tier._check_process("Store")
         self.tiers = tuple(tiers)
         self._core = _core.Store(
             [tier._core for tier in tiers],
@@ -242,12 +281,8 @@ class Store:
         core = core_of(cache, f"{verb}: cache")
         ids = to_vector(blocks, f"{verb}: blocks")
         span = to_numbers(heads, ("cache first", "stored first", "count"), f"{verb}: heads")
-        time_limit = None if deadline is None else _seconds(deadline, f"{verb}: deadline")
-        gate = None if after is None else _core.Gate()
-        self._check_process(verb)
         call = self._core.put if verb == "put" else self._core.get
-        job = Job(call(names, core, ids, span, gate, time_limit), (cache, self))
-        return self._started(job, gate, after)
+        return self._request(verb, call, (names, core, ids, span), (cache, self), after, deadline)
 
     def put_bytes(
         self, keys: Sequence[Key | bytes], buffers: Sequence[Any], *, after: Any = None, deadline: float | None = None
@@ -269,11 +304,35 @@ class Store:
         spans = [(address, size) for address, size, _ in views]
         if verb == "get_bytes":
             _check_apart(spans)
-        time_limit = None if deadline is None else _seconds(deadline, f"{verb}: deadline")
-        gate = None if after is None else _core.Gate()
-        self._check_process(verb)
         call = self._core.put_bytes if verb == "put_bytes" else self._core.get_bytes
-        return self._started(Job(call(names, spans, gate, time_limit), (views, buffers, self)), gate, after)
+        return self._request(verb, call, (names, spans), (views, buffers, self), after, deadline)
+
+    def _request(
+        self, verb: str, call: Any, args: tuple[Any, ...], keeps: tuple[Any, ...], after: Any, deadline: float | None
+    ) -> Job:
+        """Everything is checked before the library hears of it: what raises has not been asked for."""
+        self._check_process(verb)
+        time_limit = None if deadline is None else _seconds(deadline, f"{verb}: deadline")
+        ready = None if after is None else _question(after, verb)
+        gate = None
+        if ready is not None:
+            gate = _core.Gate()
+            _WATCHER.start()
+        job = Job(keeps)
+        # Kept before it begins: Ctrl-C is heard right after the call, when threads may be using the memory.
+        with self._lock:
+            if len(self._live) >= 64:
+                self._drop_done()
+            self._live.add(job)
+        try:
+            job._core = call(*args, gate, time_limit)
+        except Error:
+            with self._lock:
+                self._live.discard(job)
+            raise
+        if gate is not None:
+            _WATCHER.add(gate, ready, job)
+        return job
 
     def lookup(self, keys: Sequence[Key | bytes], *, heads: tuple[int, int] | None = None) -> list[bool]:
         """Whether all heads, or `heads` (first, count), of each chunk are held. Nothing is read."""
@@ -289,6 +348,7 @@ class Store:
 
     def pin(self, keys: Sequence[Key | bytes]) -> Pins:
         """Keep what is there from being evicted, until the result is released."""
+        self._check_process("pin")
         return Pins(self._core.pin(to_keys(keys, "pin")))
 
     def remove(self, keys: Sequence[Key | bytes]) -> int:
@@ -298,19 +358,25 @@ class Store:
 
     def metrics(self) -> dict[str, Any]:
         """Counters, latencies and tiers; see docs/store.md, and `kvstride.prometheus` for a collector."""
+        self._check_process("metrics")
         return self._core.metrics()
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until everything that was put is in all tiers; whether it is."""
+        self._check_process("flush")
         return self._core.flush(_seconds(timeout, "flush: timeout"))
 
     def close(self) -> None:
-        """Refuse what has not started, wait for the rest (at most until the deadlines), and refuse later requests."""
-        if os.getpid() != self._pid or not hasattr(self, "_core"):
+        """Refuse what has not started, wait for the rest (at most until the deadlines), and refuse later requests.
+
+        Whoever closes it while another thread does waits, too. Does nothing in a forked child.
+        """
+        if not hasattr(self, "_core") or os.getpid() != self._pid:
             return
-        self._core.close()
+        with self._closing:
+            self._core.close()
         with self._lock:
-            self._live.clear()
+            self._drop_done()
 
     def __enter__(self) -> Store:
         return self
@@ -321,41 +387,42 @@ class Store:
     def __del__(self) -> None:
         self.close()
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("Store: it belongs to this process and cannot be pickled or copied")
-
-    def _check_process(self, verb: str) -> None:
-        if os.getpid() != self._pid:
-            raise StoreError(f"{verb}: the store belongs to process {self._pid}; open one after the fork")
-
-    def _started(self, job: Job, gate: _core.Gate | None, after: Any) -> Job:
-        """Keeps what a job uses until it is done, whatever its owner does."""
-        with self._lock:
-            if len(self._live) >= 64:
-                self._live = [one for one in self._live if not one.done]
-            self._live.append(job)
-        if gate is not None:
-            _WATCHER.add(gate, after, job)
-        return job
+    def _drop_done(self) -> None:
+        """Of requests that are not done threads may still use the memory."""
+        for job in self._live.copy():
+            if hasattr(job, "_core") and job.done:
+                self._live.discard(job)
 
 
 class _Watcher:
     """One thread that asks the events of `after`, so that the library's threads never need the interpreter."""
 
     def __init__(self) -> None:
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        """As new: a forked child has no such thread, and somebody may have held the lock at the fork."""
         self._changed = threading.Condition()
         self._waiting: list[tuple[_core.Gate, Any, Job]] = []
         self._pid = 0
 
-    def add(self, gate: _core.Gate, event: Any, job: Job) -> None:
-        ready = _question(event)
+    def start(self) -> None:
+        """See to it that there is a thread. Raises StoreError where there can be none."""
+        with self._changed:
+            if self._pid == os.getpid():
+                return
+            self._waiting = []  # of a fork that Python did not see
+            try:
+                threading.Thread(target=self._run, name="kvstride-after", daemon=True).start()
+            except RuntimeError as error:
+                raise StoreError(f"after: no thread can be made: {error}") from None
+            self._pid = os.getpid()
+
+    def add(self, gate: _core.Gate, ready: Any, job: Job) -> None:
         if self._ask(gate, ready, job):
             return
         with self._changed:
-            if self._pid != os.getpid():  # none yet, or left behind by a fork
-                self._pid = os.getpid()
-                self._waiting = []
-                threading.Thread(target=self._run, name="kvstride-after", daemon=True).start()
             self._waiting.append((gate, ready, job))
             self._changed.notify()
 
@@ -387,7 +454,7 @@ class _Watcher:
 _WATCHER = _Watcher()
 
 
-def _question(event: Any) -> Any:
+def _question(event: Any, verb: str) -> Any:
     """A function that answers whether an event has happened."""
     for name in ("is_set", "query", "done"):
         method = getattr(event, name, None)
@@ -395,7 +462,8 @@ def _question(event: Any) -> Any:
             return method
     if callable(event):
         return event
-    raise ArgumentError(f"after: {type(event).__name__} has none of is_set(), query() and done(), and is no function")
+    kind = type(event).__name__
+    raise ArgumentError(f"{verb}: after: {kind} has none of is_set(), query() and done(), and is no function")
 
 
 def to_keys(keys: Any, verb: str) -> list[bytes]:

@@ -642,6 +642,7 @@ class DirectoryTier final : public Tier {
     out.tier = kind();
     out.detail = fmt::format("{}, {}", core_->options_.path, core_->engine());
     if (core_->directory_.read_only()) out.detail += ", read-only";
+    if (core_->directory_.lost()) out.detail += ", its account is lost: nothing can be written";
     out.capacity_bytes = core_->options_.max_bytes;
     out.used_bytes = core_->directory_.used_bytes();
     out.chunks = core_->directory_.num_pieces();

@@ -3,10 +3,13 @@ import gc
 import importlib.util
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -255,7 +258,9 @@ def test_c32_state_of_each_rank_is_its_own(tmp_path):
         (lambda s, c: s.put(keys(1), c, [0], heads=(0, 4)), "heads"),
         (lambda s, c: s.put(keys(1), c, [0], heads=(0, 4, 8)), "heads: 8 from 0 of the cache's 8 and from 4"),
         (lambda s, c: s.put(keys(1), c, [0], after=3), "after: int"),
+        (lambda s, c: s.get(keys(1), c, [0], after="x"), "get: after: str"),
         (lambda s, c: s.put(keys(1), c, [0], deadline=-1), "deadline"),
+        (lambda s, c: s.put(keys(1), c, [0], after=threading.Event(), deadline="x"), "deadline"),
         (lambda s, c: s.put(keys(1), cache(head_size=64), [0]), "64 elements a token, in the namespace 32"),
         (lambda s, c: s.put(keys(1), cache(dtype="f16"), [0]), "f16, in the namespace bf16"),
         (lambda s, c: s.put(keys(1), cache(block_size=32), [0]), "block_size 16 of the namespace is no multiple"),
@@ -278,25 +283,249 @@ def test_bad_input_is_one_line(call, message):
     ):
         call(store, cache())
     assert "\n" not in str(error.value)
+    assert sum(store.metrics()["counters"].values()) == 0  # nothing of it was begun, not even what close() refuses
 
 
-def test_a_store_belongs_to_its_process(tmp_path):
-    store = kv.Store([kv.HostTier(1 << 20), kv.DirectoryTier(tmp_path, 1 << 20, keep_free=0)], namespace=namespace())
-    for thing in (store, *store.tiers):
-        with pytest.raises(TypeError):
-            pickle.dumps(thing)
+def in_child(action):
+    """Runs it in a forked child, which must not hang."""
     pid = os.fork()
     if pid == 0:
         try:
-            store.lookup(keys(1))
-        except kv.StoreError:
-            store.close()
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+            signal.alarm(60)
+            action()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_store_belongs_to_its_process(tiers):
+    store = kv.Store(tiers, namespace=namespace())
+    job = store.put(keys(1), cache(), [0])
+    pins = store.pin(keys(1))
+    for thing in (store, job, *store.tiers):
+        with pytest.raises(TypeError):
+            pickle.dumps(thing)
+
+    def child():
+        src = cache()
+        for call in (
+            lambda: store.put(keys(1), src, [0]),
+            lambda: store.get(keys(1), src, [0], after=threading.Event()),
+            lambda: store.lookup(keys(1)),
+            lambda: store.lookup_prefix(keys(1)),
+            lambda: store.pin(keys(1)),
+            lambda: store.remove(keys(1)),
+            lambda: store.metrics(),
+            lambda: store.flush(),
+            lambda: store.tiers[0].metrics(),
+            lambda: kv.Store(store.tiers, namespace=namespace()),
+            lambda: job.wait(),
+        ):
+            with pytest.raises(kv.StoreError, match=r"belongs to process .* after the fork"):
+                call()
+        store.close()
+        pins.release()
+        with store:
+            pass
+        for tier in store.tiers:
+            tier.close()
+
+    in_child(child)
     assert store.put(keys(1), cache(), [0]).wait() == ["ok"]
     store.close()
     assert store.put(keys(1), cache(), [0]).wait() == ["refused"]
+
+
+def test_a_forked_child_may_drop_a_store(tiers):
+    held = [kv.Store(tiers, namespace=namespace())]
+    store = held[0]
+    store.put(keys(1), cache(), [0]).wait()
+    held.append(store.pin(keys(1)))
+    del store
+
+    def child():
+        held.clear()
+        tiers.clear()
+        gc.collect()
+
+    in_child(child)
+    dst = cache(seed=2)
+    assert held[0].get(keys(1), dst, [0]).wait() == ["ok"]
+    assert (dst.key(0)[0] == cache().key(0)[0]).all()
+
+
+def test_a_fork_while_events_are_asked():
+    def child():
+        event = threading.Event()
+        with kv.Store(kv.HostTier(1 << 20), namespace=namespace()) as store:
+            job = store.put(keys(1), cache(), [0], after=event)
+            event.set()
+            assert job.wait() == ["ok"]
+
+    child()
+    held, go = threading.Event(), threading.Event()
+
+    def hold():
+        with kv.store._WATCHER._changed:
+            held.set()
+            go.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        in_child(child)
+    finally:
+        go.set()
+        thread.join()
+    child()
+
+
+def test_no_thread_for_events(monkeypatch):
+    """The request is not made; the next one tries again."""
+    monkeypatch.setattr(kv.store, "_WATCHER", kv.store._Watcher())
+    event = threading.Event()
+    with kv.Store(kv.HostTier(1 << 20), namespace=namespace()) as store:
+        with monkeypatch.context() as patch, pytest.raises(kv.StoreError, match="no thread can be made: none left"):
+            patch.setattr(threading.Thread, "start", lambda self: exec("raise RuntimeError('none left')"))
+            store.put(keys(1), cache(), [0], after=event)
+        job = store.put(keys(1), cache(), [0], after=event)
+        event.set()
+        assert job.wait() == ["ok"]
+        assert store.metrics()["counters"]["put_ok"] == sum(store.metrics()["counters"].values())
+
+
+class Instead:
+    """A store's core with some verbs replaced."""
+
+    def __init__(self, core, **verbs):
+        self._core = core
+        self.__dict__ |= verbs
+
+    def __getattr__(self, name):
+        return getattr(self._core, name)
+
+
+def test_who_closes_waits_for_who_is_closing():
+    """And what is not done keeps its memory, whatever the library says."""
+    store = kv.Store(kv.HostTier(1 << 20), namespace=namespace())
+    core = store._core
+    closing, go, done = threading.Event(), threading.Event(), threading.Event()
+
+    def close():
+        if not closing.is_set():  # later callers return at once
+            closing.set()
+            go.wait()
+
+    store._core = Instead(core, close=close)
+    done_before = store.put(keys(1), cache(), [0])
+    done_before.wait()
+    job = store.put(keys(1, 1), cache(), [0], after=done)
+    first = threading.Thread(target=store.close)
+    first.start()
+    closing.wait()
+    second = threading.Thread(target=store.__exit__)
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    assert {job, done_before} <= store._live
+    go.set()
+    first.join()
+    second.join()
+    assert store._live == {job}
+    done.set()
+    assert job.wait() == ["ok"]
+    store._core = core
+    store.close()
+    assert store._live == set()
+
+
+@pytest.mark.parametrize("verb", ["put", "get", "put_bytes", "get_bytes"])
+def test_what_has_begun_keeps_its_memory_after_ctrl_c(verb):
+    def interrupted(*args):
+        call(*args)
+        raise KeyboardInterrupt  # as the interpreter does when the call returns
+
+    raw = verb.endswith("bytes")
+    store = kv.Store(kv.HostTier(1 << 20), namespace=namespace(**({"raw": "x"} if raw else {})))
+    call = getattr(store._core, verb)
+    store._core = Instead(store._core, **{verb: interrupted})
+    memory = np.zeros(5000, np.uint8) if raw else cache()
+    args = ([memory],) if raw else (memory, [0])
+    with pytest.raises(KeyboardInterrupt):
+        getattr(store, verb)(keys(1), *args)
+    with pytest.raises(kv.ArgumentError):
+        getattr(store, verb)(keys(2), *args)  # is not begun, and not kept
+    assert len(store._live) == 1
+    weak = weakref.ref(memory)
+    del memory, args
+    gc.collect()
+    assert weak() is not None
+
+
+def test_other_threads_run_while_a_tier_ends(tmp_path):
+    """Nobody takes the lock from this thread: others only run where it is given away."""
+    ran, stop = 0, threading.Event()
+
+    def count():
+        nonlocal ran
+        while not stop.is_set():
+            ran += 1
+            time.sleep(0)
+
+    def drop(kind):
+        things = [kv.DirectoryTier(tmp_path, 1 << 24, keep_free=0)]
+        store = kv.Store(things, namespace=namespace())
+        store.close()
+        if kind == "store":  # has the last of the tier
+            things = [store.__dict__.pop("_core")]
+        del store
+        gc.collect()
+        before = ran
+        things.clear()
+        return ran > before
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        for kind in ("tier", "store"):
+            assert any(drop(kind) for _ in range(200)), kind
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join()
+
+
+def test_a_closed_tier(tmp_path):
+    """Stores that have it go on; no others can be made."""
+    with kv.DirectoryTier(tmp_path, 1 << 24, keep_free=0) as tier:
+        store = kv.Store(tier, namespace=namespace())
+        assert tier.metrics()["chunks"] == 0
+    tier.close()
+    for call in (tier.metrics, lambda: kv.Store(tier, namespace=namespace())):
+        with pytest.raises(kv.StoreError, match="the tier is closed"):
+            call()
+    assert store.put(keys(1), cache(), [0]).wait() == ["ok"]
+    assert store.lookup(keys(2)) == [True, False]
+    assert store.metrics()["tiers"][0]["chunks"] == 1
+    store.close()
+
+
+def test_a_closed_tier_gives_its_memory_back():
+    name = f"test-{os.getpid()}"
+    path = Path("/dev/shm", f"kvstride-{name}")
+    tier = kv.HostTier(1 << 20, shared_name=name)
+    store = kv.Store(tier, namespace=namespace())
+    tier.close()
+    assert path.exists()
+    del store
+    gc.collect()
+    assert not path.exists()
 
 
 def test_jobs_that_nobody_waits_for_keep_their_memory():
