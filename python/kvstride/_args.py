@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ._tensor import is_torch
+from ._tensor import is_torch, refuse_masked
 from .errors import ArgumentError, BlockIndexError, DTypeError
 
 _MIN, _MAX = -(2**63), 2**63 - 1
@@ -36,9 +36,21 @@ def to_size(value: Any, what: str) -> int:
         raise ArgumentError(str(error)) from None
 
 
-def to_optional_int(value: Any, what: str) -> int | None:
-    """`to_int`, or None."""
-    return None if value is None else to_int(value, what)
+def to_flag(value: Any, what: str) -> bool:
+    """True or False, and nothing that merely counts as one of them, such as 'no'."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentError(f"{what} is {value!r:.80}, expected True or False")
+    return bool(value)
+
+
+def to_null_block(value: Any, verb: str) -> int | None:
+    """The id of the block that an engine reserves, or None."""
+    if value is None:
+        return None
+    number = to_int(value, f"{verb}: null_block")
+    if number < 0:
+        raise BlockIndexError(f"{verb}: null_block is {number}, below 0")
+    return number
 
 
 def to_numbers(value: Any, names: tuple[str, ...], what: str) -> Any:
@@ -71,6 +83,7 @@ def to_scale(value: Any, what: str) -> float:
 
 
 def _to_floats(value: Any, what: str) -> list[float]:
+    refuse_masked(value, what.removesuffix(" is"))
     try:
         array = np.asarray(value.detach().float() if is_torch(value) else value)
     except (TypeError, ValueError):

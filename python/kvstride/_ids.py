@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ._tensor import is_torch
+from ._tensor import is_torch, refuse_masked
 from .errors import ArgumentError, BlockIndexError, DTypeError
 
 _INT64 = np.dtype(np.int64)
@@ -16,6 +16,7 @@ _INT64 = np.dtype(np.int64)
 
 def to_ids(ids: Any, what: str) -> np.ndarray:
     """A C-contiguous int64 array of any shape. Raises DTypeError for floats and bools, BlockIndexError beyond int64."""
+    refuse_masked(ids, what)
     if not isinstance(ids, np.ndarray) and is_torch(ids):
         ids = _from_torch(ids, what)
     elif isinstance(ids, Mapping):

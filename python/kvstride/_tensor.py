@@ -28,8 +28,8 @@ _NUMPY = {
 #: What a plane without ml_dtypes is in numpy: bf16 as uint16, f8 as uint8.
 _NUMPY_VIEW = {"f32": "float32", "f16": "float16", "bf16": "uint16", "i8": "int8", "u8": "uint8", "i32": "int32"}
 _TORCH_VIEW = {short: long for long, short in _NUMPY.items()}
-#: dtypes that carry any bytes of their size.
-CARRIERS = {"uint8", "int8", "uint16", "int16", "uint32"}
+#: dtypes that carry any bytes of their size; int8 is what vLLM's raw pages are.
+CARRIERS = {"uint8", "int8", "uint16", "uint32"}
 
 
 class TensorInfo(NamedTuple):
@@ -47,7 +47,8 @@ class TensorInfo(NamedTuple):
     @property
     def carrier(self) -> bool:
         """Whether the dtype says nothing of the elements."""
-        return self.dtype_name in CARRIERS
+        # numpy's int16 are numbers; older torch has no uint16.
+        return self.dtype_name in CARRIERS or (self.dtype_name == "int16" and is_torch(self.owner))
 
     @property
     def part(self) -> tuple[list[int], list[int], int]:
@@ -59,6 +60,13 @@ def is_torch(tensor: Any) -> bool:
     """Whether `tensor` is a torch tensor; does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(tensor, torch.Tensor)
+
+
+def refuse_masked(thing: Any, what: str) -> None:
+    """Raises ArgumentError for a numpy masked array: nothing here would leave out what its mask hides."""
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(thing, masked.MaskedArray):
+        raise ArgumentError(f"{what}: a masked array, whose mask would be ignored; give .compressed() or .data")
 
 
 def is_tensor(thing: Any) -> bool:
@@ -101,6 +109,7 @@ def _inspect_torch(tensor: Any, what: str) -> TensorInfo:
 
 
 def _inspect_numpy(array: np.ndarray, what: str) -> TensorInfo:
+    refuse_masked(array, what)
     item = array.dtype.itemsize
     if array.dtype.hasobject or array.dtype.names is not None or item == 0:
         raise DTypeError(f"{what}: dtype {array.dtype} is no plain number")
@@ -137,10 +146,10 @@ def _info(
     owner: Any,
     what: str,
 ) -> TensorInfo:
-    dtype = _NUMPY.get(name)
-    if dtype is None and name not in CARRIERS:
+    out = TensorInfo(address, tuple(shape), strides, item, _NUMPY.get(name), name, read_only, owner)
+    if out.dtype is None and not out.carrier:
         raise DTypeError(f"{what}: dtype {name} is none of {', '.join(_NUMPY)}, or uint16 for bf16")
-    return TensorInfo(address, tuple(shape), strides, item, dtype, name, read_only, owner)
+    return out
 
 
 class _Memory:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from . import _core
-from ._args import to_int, to_layers, to_optional_int, to_scale, to_scales, to_size, to_span
+from ._args import to_flag, to_int, to_layers, to_null_block, to_scale, to_scales, to_size, to_span
 from ._ids import to_pairs, to_vector
 from ._tensor import TensorInfo, empty_like, inspect
 from .cache import Cache
@@ -45,7 +45,7 @@ def copy_blocks(cache: Cache, pairs: Any, *, layers: Layers | None = None, null_
     if layers is not None:
         layers = to_layers(layers, "copy_blocks")
     if null_block is not None:
-        null_block = to_int(null_block, "copy_blocks: null_block")
+        null_block = to_null_block(null_block, "copy_blocks")
     return _core.copy_blocks(core, to_pairs(pairs, "copy_blocks: pairs"), layers, null_block)
 
 
@@ -62,7 +62,7 @@ def swap_blocks(
     if layers is not None:
         layers = to_layers(layers, "swap_blocks")
     if null_block is not None:
-        null_block = to_int(null_block, "swap_blocks: null_block")
+        null_block = to_null_block(null_block, "swap_blocks")
     return _core.swap_blocks(source, target, to_pairs(pairs, "swap_blocks: pairs"), layers, null_block)
 
 
@@ -96,12 +96,13 @@ def convert_blocks(
     """
     verb = "convert_blocks"
     ends = core_of(src, f"{verb}: src"), core_of(dst, f"{verb}: dst")
-    options = (to_span(heads, f"{verb}: heads"), to_layers(layers, verb), bool(cast), to_scales(scales, verb))
+    casts = to_flag(cast, f"{verb}: cast")
+    options = (to_span(heads, f"{verb}: heads"), to_layers(layers, verb), casts, to_scales(scales, verb))
     if pairs is not None:
         if src_blocks is not None or dst_blocks is not None or tokens is not None:
             raise ArgumentError("convert_blocks: give pairs, or src_blocks, dst_blocks and tokens, not both")
         array = to_pairs(pairs, "convert_blocks: pairs")
-        null = to_optional_int(null_block, f"{verb}: null_block")
+        null = to_null_block(null_block, verb)
         return int(_core.convert_blocks(*ends, array, *options, null))
     if src_blocks is None or dst_blocks is None:
         raise ArgumentError("convert_blocks: give pairs, or src_blocks and dst_blocks")
@@ -131,7 +132,7 @@ def token_span(
 def zero_blocks(cache: Cache, ids: Any, *, null_block: int | None = None) -> None:
     """Zero every byte of the planes of these blocks, padding untouched. An id given twice is an error."""
     core = core_of(cache, "zero_blocks: cache")
-    null = to_optional_int(null_block, "zero_blocks: null_block")
+    null = to_null_block(null_block, "zero_blocks")
     _core.zero_blocks(core, to_vector(ids, "zero_blocks: ids"), null)
 
 

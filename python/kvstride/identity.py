@@ -12,7 +12,7 @@ import numpy as np
 
 from . import _core
 from ._args import to_size
-from ._tensor import is_torch
+from ._tensor import is_torch, refuse_masked
 from .errors import ArgumentError, DTypeError
 
 _TOKENS = 2**32
@@ -191,6 +191,7 @@ def _to_extra(extra: Any) -> list[bytes]:
 
 def _to_tokens(tokens: Any) -> np.ndarray:
     """A contiguous uint32 array of token ids."""
+    refuse_masked(tokens, "Key.chain: tokens")
     if is_torch(tokens):
         tokens = _from_torch(tokens)
     if not isinstance(tokens, np.ndarray):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from . import _core
-from ._args import to_layers, to_scales, to_span
+from ._args import to_flag, to_layers, to_scales, to_span
 from ._ids import to_pairs, to_vector
 from .blocks import Layers, Span, token_span
 from .cache import Cache
@@ -38,7 +38,11 @@ class Plan:
         self._keep = (src, dst)
         self._tokens = to_span(tokens, "Plan: tokens")
         self._core = _core.Plan(
-            *ends, to_span(heads, "Plan: heads"), to_layers(layers, "Plan"), bool(cast), to_scales(scales, "Plan")
+            *ends,
+            to_span(heads, "Plan: heads"),
+            to_layers(layers, "Plan"),
+            to_flag(cast, "Plan: cast"),
+            to_scales(scales, "Plan"),
         )
 
     def bind(self, pairs: Any = None, *, src_blocks: Any = None, dst_blocks: Any = None) -> Plan:

@@ -14,9 +14,9 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from . import _core
-from ._args import to_int, to_numbers, to_size
+from ._args import to_flag, to_int, to_numbers, to_size
 from ._ids import to_vector
-from ._tensor import is_torch
+from ._tensor import is_torch, refuse_masked
 from .blocks import core_of
 from .cache import Cache
 from .errors import ArgumentError, DTypeError, Error, StoreError
@@ -117,8 +117,8 @@ class DirectoryTier(Tier):
             _bytes_of(max_bytes, "DirectoryTier: max_bytes"),
             None if keep_free is None else _bytes_of(keep_free, "DirectoryTier: keep_free"),
             _choice(eviction, ("s3fifo", "lru"), "DirectoryTier: eviction"),
-            _flag(sync, "DirectoryTier: sync"),
-            _flag(group, "DirectoryTier: group"),
+            to_flag(sync, "DirectoryTier: sync"),
+            to_flag(group, "DirectoryTier: group"),
             _choice(engine, ("auto", "io_uring", "blocking"), "DirectoryTier: engine"),
             _small(num_threads, "DirectoryTier: num_threads", 0, 256),
             _bytes_of(staging_bytes, "DirectoryTier: staging_bytes"),
@@ -230,8 +230,8 @@ class Store(_OfProcess):
             _small(num_threads, "Store: num_threads", 0, 256),
             _small(queue_chunks, "Store: queue_chunks", 1, 1 << 24),
             _seconds(deadline, "Store: deadline"),
-            _flag(write_behind, "Store: write_behind"),
-            _flag(promote, "Store: promote"),
+            to_flag(write_behind, "Store: write_behind"),
+            to_flag(promote, "Store: promote"),
         )
 
     def put(
@@ -486,6 +486,7 @@ def _buffer(buffer: Any, what: str, writable: bool) -> tuple[int, int, Any]:
         if buffer.device.type != "cpu" or not buffer.is_contiguous():
             raise ArgumentError(f"{what}: a tensor on {buffer.device} or not contiguous")
         return buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer
+    refuse_masked(buffer, what)
     try:
         view = memoryview(buffer)
     except TypeError:
@@ -520,12 +521,6 @@ def _choice(value: Any, choices: tuple[str, ...], what: str) -> str:
     if value not in choices:
         raise ArgumentError(f"{what} is {value!r}, expected {' or '.join(repr(one) for one in choices)}")
     return str(value)
-
-
-def _flag(value: Any, what: str) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentError(f"{what} is {value!r}, expected True or False")
-    return bool(value)
 
 
 def _bytes_of(value: Any, what: str) -> int:

@@ -176,14 +176,23 @@ void bind_blocks(nb::module_& m) {
       nb::arg("cache"), nb::arg("layer"), nb::arg("key"), nb::arg("key_dtype"), nb::arg("key_shape"),
       nb::arg("key_strides"), nb::arg("value"), nb::arg("value_dtype"), nb::arg("value_shape"),
       nb::arg("value_strides"), nb::arg("slots"), nb::arg("key_scale"), nb::arg("value_scale"));
-  m.def(
-      "instruction_sets", &instruction_sets,
+  def_plain(
+      m, "instruction_sets", &instruction_sets, "def instruction_sets() -> list[str]",
       "Instruction sets that the kernels can use here, best first; the first is used, or the one that the environment "
       "variable KVSTRIDE_CPU_TARGET names.");
-  m.def("num_threads", &num_threads, "Threads that large calls are split over.");
-  m.def("set_num_threads", &set_num_threads, nb::arg("threads"),
-        "Set them for calls that start later; 0 goes back to the default (KVSTRIDE_NUM_THREADS, or the process's "
-        "cores).");
+  def_plain(m, "num_threads", &num_threads, "def num_threads() -> int", "Threads that large calls are split over.");
+  m.def(
+      "set_num_threads",
+      [](std::int64_t threads) {
+        const int number = static_cast<int>(threads);
+        if (number != threads) {
+          throw Error(ErrorCode::kArgument, "set_num_threads: " + std::to_string(threads) + " does not fit int");
+        }
+        set_num_threads(number);
+      },
+      nb::arg("threads"),
+      "Set them for calls that start later; 0 goes back to the default (KVSTRIDE_NUM_THREADS, or the process's "
+      "cores).");
   m.def(
       "expand_block_ids", [](const Ids& ids, std::int64_t ratio) { return expand_block_ids(to_span(ids), ratio); },
       nb::arg("ids"), nb::arg("ratio"));

@@ -54,14 +54,6 @@ const Geometry& to_geometry(nb::handle value, const std::string& what) {
   return nb::cast<const Geometry&>(value);
 }
 
-/// One line, where nanobind's own refusal takes many.
-void check_no_more(const nb::args& more, const nb::kwargs& named, const std::string& call) {
-  if (more.size() == 0 && named.size() == 0) return;
-  const std::string surplus =
-      named.size() == 0 ? std::to_string(more.size()) + " more" : to_text((*named.begin()).first, call, "a name") + "=";
-  throw Error(ErrorCode::kArgument, call + ": given " + surplus);
-}
-
 nb::tuple to_tuple(const std::vector<std::int64_t>& values) { return nb::tuple(nb::cast(values)); }
 
 nb::object per_part(const Layout& layout, std::vector<std::int64_t> (Layout::*get)(std::int64_t) const) {
@@ -72,6 +64,13 @@ nb::object per_part(const Layout& layout, std::vector<std::int64_t> (Layout::*ge
 }
 
 }  // namespace
+
+void check_no_more(const nb::args& more, const nb::kwargs& named, const std::string& call) {
+  if (more.size() == 0 && named.size() == 0) return;
+  const std::string surplus =
+      named.size() == 0 ? std::to_string(more.size()) + " more" : to_text((*named.begin()).first, call, "a name") + "=";
+  throw Error(ErrorCode::kArgument, call + ": given " + surplus);
+}
 
 void bind_layouts(nb::module_& m) {
   nb::class_<Geometry>(m, "Geometry",
@@ -262,9 +261,9 @@ void bind_layouts(nb::module_& m) {
                 return "Entry('" + std::string(e.name) + "', '" + std::string(e.order) + "')";
               });
 
-  m.def(
-      "registry", [] { return std::vector<Entry>(registry().begin(), registry().end()); },
-      "All known layouts, in the order in which readings are named.");
+  def_plain(
+      m, "registry", [] { return std::vector<Entry>(registry().begin(), registry().end()); },
+      "def registry() -> list[Entry]", "All known layouts, in the order in which readings are named.");
   m.def(
       "layout",
       [](nb::object name_or_order, nb::object geometry, const nb::args& more, const nb::kwargs& named) {

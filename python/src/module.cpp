@@ -40,9 +40,11 @@ NB_MODULE(_core, m) {
   m.doc() = "The C++ library of kvstride.";
   nb::set_leak_warnings(false);  // modules may keep registry entries until the interpreter ends
   nb::register_exception_translator(translate);
-  m.def(
-      "version", [] { return std::string(kvstride::version()); }, "Version of the C++ library.");
-  m.def("cuda_built", &kvstride::cuda_built, "Whether the CUDA back end was compiled.");
+  def_plain(
+      m, "version", [] { return std::string(kvstride::version()); }, "def version() -> str",
+      "Version of the C++ library.");
+  def_plain(m, "cuda_built", &kvstride::cuda_built, "def cuda_built() -> bool",
+            "Whether the CUDA back end was compiled.");
   bind_layouts(m);
   bind_detect(m);
   bind_blocks(m);

@@ -29,6 +29,19 @@ inline std::span<const kvstride::Pair> to_pairs(const IdPairs& pairs) {
 
 /// A Python int of any length; `beyond` is the error for one that does not fit, kDType for what is no int.
 std::int64_t to_int64(nb::handle value, const std::string& what, kvstride::ErrorCode beyond, const std::string& limit);
+/// One line, where nanobind's own refusal takes many.
+void check_no_more(const nb::args& more, const nb::kwargs& named, const std::string& call);
+/// A function without arguments.
+template <typename F>
+void def_plain(nb::module_& m, const char* name, F function, const char* signature, const char* doc) {
+  m.def(
+      name,
+      [name, function](const nb::args& more, const nb::kwargs& named) {
+        check_no_more(more, named, std::string(name) + "()");
+        return function();
+      },
+      nb::arg("more"), nb::arg("named"), nb::sig(signature), doc);
+}
 kvstride::DType to_dtype(const std::string& name);
 void bind_layouts(nb::module_& m);
 void bind_detect(nb::module_& m);

@@ -274,10 +274,13 @@ def test_layers_of_the_other_verbs(layers: tuple[int, int]) -> None:
         )
 
 
-@pytest.mark.parametrize("null_block", [1.5, "0", 2**70])
+@pytest.mark.parametrize("null_block", [1.5, "0", 2**70, -1, -(2**63)])
 def test_null_block(null_block: Any) -> None:
     source, target = memory(), memory(seed=2)
     kind = kv.BlockIndexError if isinstance(null_block, int) else kv.DTypeError
+    for one in (kv.copy_blocks, kv.zero_blocks):
+        ids = [(0, 1)] if one is kv.copy_blocks else [1]
+        refused(kind, lambda one=one, ids=ids: one(target.cache(), ids, null_block=null_block), ("null_block",), target)
     for verb in (kv.swap_blocks, kv.convert_blocks):
         refused(
             kind,
@@ -839,6 +842,47 @@ def test_write_tokens_into_its_own_source() -> None:
     assert target.same(want)
 
 
+@pytest.mark.parametrize("cast", ["no", 1, 0, None, [False]])
+def test_what_is_no_flag(cast: Any) -> None:
+    source, target = memory(), memory(seed=2, dtype="f8_e4m3")
+    ends = source.cache(), target.cache()
+    words = ("cast", "True or False")
+    refused(kv.ArgumentError, lambda: kv.convert_blocks(*ends, [(0, 1)], cast=cast), words, source, target)
+    refused(kv.ArgumentError, lambda: kv.Plan(*ends, cast=cast), words, source, target)
+    kv.convert_blocks(*ends, [(0, 1)], cast=np.True_)
+
+
+def test_masked_arrays() -> None:
+    """Their masks would be ignored."""
+    target, pool = memory(), kv.HostTier(1 << 20)
+    cache = target.cache()
+    key, value = tokens()
+    ids = np.ma.array([0, 1], mask=[False, True])
+    hidden = np.ma.array(key, mask=True)
+    space = kv.Namespace(
+        model="m", revision="r", planes={"key": "f32", "value": "f32"}, num_layers=1, num_kv_heads=3, head_size=8,
+        block_size=4, raw="x",
+    )  # fmt: skip
+    store = kv.Store(pool, namespace=space)
+    for call in (
+        lambda: kv.copy_blocks(cache, ids.reshape(1, 2)),
+        lambda: kv.zero_blocks(cache, ids),
+        lambda: kv.gather_tokens(cache, ids),
+        lambda: kv.expand_block_ids(ids, 2),
+        lambda: kv.write_tokens(cache, 0, key[:2], value[:2], ids),
+        lambda: kv.write_tokens(cache, 0, hidden, value, [0, 1, 2]),
+        lambda: kv.write_tokens(cache, 0, key, value, [0, 1, 2], key_scale=np.ma.array([1.0], mask=[True])),
+        lambda: kv.Cache(np.ma.array(np.zeros((5, 2, 4, 3, 8), np.float32)), "B KV N H D"),
+        lambda: kv.detect(np.ma.zeros((5, 2, 4, 3, 8), np.float32)),
+        lambda: kv.scatter_tokens(cache, [0, 1], {"key": np.ma.zeros((1, 2, 3, 8)), "value": value}),
+        lambda: kv.Key.chain(None, ids),
+        lambda: store.put([b"k"], cache, ids[:1]),
+        lambda: store.get_bytes([b"k"], [np.ma.zeros(8, np.uint8)]),
+    ):
+        refused(kv.ArgumentError, call, ("masked",), target)
+    store.close()
+
+
 BAD_SCALES = [0, -1, -0.0, float("nan"), float("inf"), 1e39, 1e-60]
 
 
@@ -1128,6 +1172,13 @@ CALLS: list[tuple[str, Callable[[], Any], type[kv.Error], tuple[str, ...]]] = [
     ("with_layers(0)", lambda: LAYOUT.with_layers(0), kv.LayoutError, ("num_layers", "0")),
     ("part_bytes('0')", lambda: LAYOUT.part_bytes("0"), kv.DTypeError, ("part is '0'",)),
     ("part_bytes(2^70)", lambda: LAYOUT.part_bytes(2**70), kv.BlockIndexError, (str(2**70),)),
+    ("num_threads(1)", lambda: kv.num_threads(1), kv.ArgumentError, ("num_threads()", "1 more")),
+    ("num_threads(x=1)", lambda: kv.num_threads(x=1), kv.ArgumentError, ("num_threads()", "x=")),
+    ("registry(0)", lambda: kv.registry(0), kv.ArgumentError, ("registry()", "1 more")),
+    ("version(0)", lambda: kv.version(0), kv.ArgumentError, ("version()", "1 more")),
+    ("instruction_sets(0)", lambda: kv.instruction_sets(0), kv.ArgumentError, ("instruction_sets()", "1 more")),
+    ("threads 2^31", lambda: kv.set_num_threads(2**31), kv.ArgumentError, (str(2**31),)),
+    ("threads 2^32 + 1", lambda: kv.set_num_threads(2**32 + 1), kv.ArgumentError, (str(2**32 + 1),)),
     ("threads '2'", lambda: kv.set_num_threads("2"), kv.DTypeError, ("set_num_threads: threads is '2'",)),
     ("threads True", lambda: kv.set_num_threads(True), kv.DTypeError, ("set_num_threads: threads is True",)),
     ("threads -1", lambda: kv.set_num_threads(-1), kv.ArgumentError, ("-1",)),
