@@ -371,11 +371,11 @@ def test_a_fork_while_events_are_asked():
     def hold():
         with kv.store._WATCHER._changed:
             held.set()
-            go.wait()
+            go.wait(60)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait()
+    assert held.wait(60)
     try:
         in_child(child)
     finally:
@@ -418,7 +418,7 @@ def test_who_closes_waits_for_who_is_closing():
     def close():
         if not closing.is_set():  # later callers return at once
             closing.set()
-            go.wait()
+            go.wait(60)
 
     store._core = Instead(core, close=close)
     done_before = store.put(keys(1), cache(), [0])
@@ -426,7 +426,7 @@ def test_who_closes_waits_for_who_is_closing():
     job = store.put(keys(1, 1), cache(), [0], after=done)
     first = threading.Thread(target=store.close)
     first.start()
-    closing.wait()
+    assert closing.wait(60)
     second = threading.Thread(target=store.__exit__)
     second.start()
     second.join(0.2)
