@@ -24,8 +24,8 @@ namespace {
 constexpr int kMaxThreads = 1024;
 
 int default_threads() {
-  const std::int64_t given = cpu::number_from("KVSTRIDE_NUM_THREADS").value_or(0);
-  if (given >= 1 && given <= kMaxThreads) return static_cast<int>(given);
+  const std::int64_t given = cpu::number_from("KVSTRIDE_NUM_THREADS", 0, kMaxThreads).value_or(0);
+  if (given > 0) return static_cast<int>(given);
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));

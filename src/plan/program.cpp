@@ -273,7 +273,7 @@ using cpu::kLine;
 /// second one. KVSTRIDE_STREAM_BYTES overrides it.
 std::int64_t stream_threshold() {
   static const std::int64_t threshold = [] {
-    if (const auto given = cpu::number_from("KVSTRIDE_STREAM_BYTES")) return *given;
+    if (const auto given = cpu::number_from("KVSTRIDE_STREAM_BYTES", 0, INT64_MAX)) return *given;
     return std::max<std::int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE), std::int64_t{1} << 20);
   }();
   return threshold;

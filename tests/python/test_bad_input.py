@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -1191,3 +1194,16 @@ CALLS: list[tuple[str, Callable[[], Any], type[kv.Error], tuple[str, ...]]] = [
 @pytest.mark.parametrize(("call", "kind", "words"), [c[1:] for c in CALLS], ids=[c[0] for c in CALLS])
 def test_calls(call: Callable[[], Any], kind: type[kv.Error], words: tuple[str, ...]) -> None:
     refused(kind, call, words)
+
+
+@pytest.mark.parametrize(
+    ("value", "threads"),
+    [("3", "3"), ("0", None), ("", None), ("many", None), ("-1", None), ("1025", None), ("2 ", None)],
+)
+def test_threads_from_the_environment(value: str, threads: str | None) -> None:
+    text = "import kvstride; print(kvstride.num_threads())"
+    environment = {**os.environ, "KVSTRIDE_NUM_THREADS": value}
+    out = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=True)
+    assert threads is None or out.stdout.strip() == threads
+    ignored = f"kvstride: KVSTRIDE_NUM_THREADS is '{value}', ignored: no whole number from 0 to 1024\n"
+    assert out.stderr == ("" if value in ("3", "0", "") else ignored)
