@@ -74,6 +74,10 @@ Directory::Directory(std::shared_ptr<Io> io, Options options, Counters& counters
   count_files(ledger_ && ledger_->begin_count() == Ledger::Count::kMine);
 }
 
+Directory::~Directory() {
+  for (const Draft& draft : left_) ledger_->abandon(draft.reserved);
+}
+
 // ------------------------------------------------------------------------------------------------- what is in memory
 
 std::uint32_t Directory::space(const Digest& digest) {

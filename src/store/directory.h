@@ -61,6 +61,7 @@ class Directory {
   /// Opens or makes the directory, and learns what is in it from names and sizes: no payload is read. Throws
   /// Error(kStore).
   Directory(std::shared_ptr<Io> io, Options options, Counters& counters);
+  ~Directory();
 
   // --- In memory.
   std::uint32_t space(const Digest& digest);

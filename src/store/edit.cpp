@@ -303,7 +303,7 @@ int StoreEditor::replace(const SpaceFolder& space, const ChunkFile& file, const 
   const std::string draft = fmt::format("{}{:016x}", ledger_->token(), ++next_draft_);
   const auto give_up = [&](int error) {
     const int gone = retry([&] { return io_.unlink(tmp_, draft.c_str()); });
-    if (gone == 0 || gone == -ENOENT) ledger_->cancel(room);
+    gone == 0 || gone == -ENOENT ? ledger_->cancel(room) : ledger_->abandon(room);
     return error;
   };
   if (const int error = write_draft(draft, image); error < 0) return give_up(error);

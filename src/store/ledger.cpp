@@ -115,10 +115,10 @@ Ledger::~Ledger() {
     // Where this fails, the slot is one of a dead process, and somebody counts.
     with_record(true, [&](LedgerRecord& record) {
       if (record.counter == token_) record.counter = record.known = 0;
-      // Files that a count under way may miss; files that nobody told of again: what could not be removed stays behind.
-      if (local_.late_commits > 0 || local_.outstanding > 0) {
+      // Files that a count under way may miss, and files that are left behind.
+      if (local_.late_commits > 0 || abandoned_ > 0) {
         record.lost_since += std::max<std::int64_t>(local_.late_commits, 0);
-        (record.counter == 0 ? record.lost : record.lost_since) += std::max<std::int64_t>(local_.outstanding, 0);
+        (record.counter == 0 ? record.lost : record.lost_since) += abandoned_;
         record.unsettled = 1;
       }
       record.slots[slot_] = {};
@@ -493,6 +493,12 @@ void Ledger::cancel(std::int64_t bytes) {
   local_.outstanding -= bytes;
   local_.allowance += bytes;
   changed();
+}
+
+void Ledger::abandon(std::int64_t bytes) {
+  if (forked()) return;
+  const std::lock_guard lock(mutex_);
+  abandoned_ += bytes;
 }
 
 void Ledger::commit(std::int64_t reserved, std::int64_t actual) {

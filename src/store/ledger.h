@@ -48,8 +48,7 @@ class Ledger {
   /// Opens or makes the file and takes a free slot (a byte-range lock of its own tells others that this process lives).
   /// Throws Error(kStore): no locks on this file system, another owner, a link, all 60 slots taken, a lock not got.
   Ledger(std::shared_ptr<Io> io, int dir_fd, const Options& options);
-  /// Gives the slot back, and what it has reserved for nobody. What callers have reserved and told nothing more of is
-  /// in force until somebody has counted.
+  /// Gives the slot and what it has reserved back, but for what was abandoned.
   ~Ledger();
   Ledger(const Ledger&) = delete;
   Ledger& operator=(const Ledger&) = delete;
@@ -81,6 +80,9 @@ class Ledger {
   Room reserve(std::int64_t bytes);
   /// Reserved room that is not needed after all.
   void cancel(std::int64_t bytes);
+  /// Reserved room of a file that cannot be removed: it stays in force when this object goes, until somebody has
+  /// counted.
+  void abandon(std::int64_t bytes);
   /// `reserved` bytes were reserved for a file that now exists with `actual` bytes (no more, or the limit may be passed
   /// by the difference).
   void commit(std::int64_t reserved, std::int64_t actual);
@@ -174,6 +176,7 @@ class Ledger {
   Local local_;
   std::int64_t wanted_ = 0;  ///< what reserve() last had no room for
   bool stuck_ = false;       ///< the last attempt to lock the record ran out of time
+  std::int64_t abandoned_ = 0;
   bool closing_ = false;
   std::atomic<bool> lost_{false};
 };
