@@ -184,10 +184,11 @@ class Store {
   Job get_bytes(std::span<const Key> keys, std::span<const std::span<std::byte>> bytes,
                 const RequestOptions& options = {});
 
-  /// Whether tiers hold all heads (or heads `first` to `first + count − 1`) of each chunk.
-  std::vector<bool> lookup(std::span<const Key> keys, std::optional<Range> heads = {});
+  /// Whether tiers hold all heads (or heads `first` to `first + count − 1`) of each chunk. Without `ask` only what this
+  /// process knows, which waits for nothing; with it the file system is asked about the rest, for a bounded time.
+  std::vector<bool> lookup(std::span<const Key> keys, std::optional<Range> heads = {}, bool ask = true);
   /// How many chunks from the first on are held without a gap.
-  std::int64_t lookup_prefix(std::span<const Key> keys, std::optional<Range> heads = {});
+  std::int64_t lookup_prefix(std::span<const Key> keys, std::optional<Range> heads = {}, bool ask = true);
   /// Pins what is there until the result is dropped. Another process may still remove a file.
   Pins pin(std::span<const Key> keys);
   /// Forgets chunks in all tiers. Returns how many keys were there.

@@ -334,17 +334,23 @@ class Store(_OfProcess):
             _WATCHER.add(gate, ready, job)
         return job
 
-    def lookup(self, keys: Sequence[Key | bytes], *, heads: tuple[int, int] | None = None) -> list[bool]:
-        """Whether all heads, or `heads` (first, count), of each chunk are held. Nothing is read."""
-        self._check_process("lookup")
-        return self._core.lookup(to_keys(keys, "lookup"), to_numbers(heads, ("first", "count"), "lookup: heads"))
+    def lookup(
+        self, keys: Sequence[Key | bytes], *, heads: tuple[int, int] | None = None, ask: bool = True
+    ) -> list[bool]:
+        """Whether all heads, or `heads` (first, count), of each chunk are held. Nothing is read. With `ask=False` only
+        what this process knows: the file system is not asked about other processes' chunks, and nothing waits."""
+        return self._lookup("lookup", self._core.lookup, keys, heads, ask)
 
-    def lookup_prefix(self, keys: Sequence[Key | bytes], *, heads: tuple[int, int] | None = None) -> int:
-        """How many chunks from the first on are held without a gap."""
-        self._check_process("lookup_prefix")
-        return self._core.lookup_prefix(
-            to_keys(keys, "lookup_prefix"), to_numbers(heads, ("first", "count"), "lookup_prefix: heads")
-        )
+    def lookup_prefix(
+        self, keys: Sequence[Key | bytes], *, heads: tuple[int, int] | None = None, ask: bool = True
+    ) -> int:
+        """How many chunks from the first on are held without a gap. `ask` as for `lookup`."""
+        return self._lookup("lookup_prefix", self._core.lookup_prefix, keys, heads, ask)
+
+    def _lookup(self, verb: str, call: Any, keys: Any, heads: Any, ask: Any) -> Any:
+        self._check_process(verb)
+        numbers = to_numbers(heads, ("first", "count"), f"{verb}: heads")
+        return call(to_keys(keys, verb), numbers, to_flag(ask, f"{verb}: ask"))
 
     def pin(self, keys: Sequence[Key | bytes]) -> Pins:
         """Keep what is there from being evicted, until the result is released."""

@@ -283,27 +283,27 @@ void bind_store(nb::module_& m) {
       .def(
           "lookup",
           [](const StoreHandle& self, const nb::list& keys,
-             const std::optional<std::pair<std::int64_t, std::int64_t>>& heads) {
+             const std::optional<std::pair<std::int64_t, std::int64_t>>& heads, bool ask) {
             const std::vector<Key> all = to_keys(keys);
             std::vector<bool> found;
             {
               const nb::gil_scoped_release release;
-              found = self->lookup(all, to_range(heads));
+              found = self->lookup(all, to_range(heads), ask);
             }
             nb::list out;
             for (const bool one : found) out.append(nb::bool_(one));
             return out;
           },
-          nb::arg("keys"), nb::arg("heads").none())
+          nb::arg("keys"), nb::arg("heads").none(), nb::arg("ask"))
       .def(
           "lookup_prefix",
           [](const StoreHandle& self, const nb::list& keys,
-             const std::optional<std::pair<std::int64_t, std::int64_t>>& heads) {
+             const std::optional<std::pair<std::int64_t, std::int64_t>>& heads, bool ask) {
             const std::vector<Key> all = to_keys(keys);
             const nb::gil_scoped_release release;
-            return self->lookup_prefix(all, to_range(heads));
+            return self->lookup_prefix(all, to_range(heads), ask);
           },
-          nb::arg("keys"), nb::arg("heads").none())
+          nb::arg("keys"), nb::arg("heads").none(), nb::arg("ask"))
       .def(
           "pin",
           [](const StoreHandle& self, const nb::list& keys) {

@@ -9,7 +9,8 @@
 
 namespace kvstride::store {
 
-std::size_t StoreImpl::lookup(std::span<const Key> keys, Heads heads, bool prefix, std::vector<std::uint8_t>& out) {
+std::size_t StoreImpl::lookup(std::span<const Key> keys, Heads heads, bool prefix, bool may_ask,
+                              std::vector<std::uint8_t>& out) {
   check_process();
   out.assign(keys.size(), 0);
   std::size_t leading = 0;
@@ -45,7 +46,7 @@ std::size_t StoreImpl::lookup(std::span<const Key> keys, Heads heads, bool prefi
   const Clock::time_point begin = Clock::now();
   const auto ask = [&](std::span<const Key> unknown) {
     bool more = false;
-    for (std::size_t i = 0; i < tiers_.size(); ++i) {
+    for (std::size_t i = 0; may_ask && i < tiers_.size(); ++i) {
       more = tiers_[i]->probe(numbers_[i], unknown, heads, prefix, begin) || more;
     }
     return more;
@@ -196,14 +197,14 @@ Job Store::get_bytes(std::span<const Key> keys, std::span<const std::span<std::b
   return impl_->transfer_bytes("get_bytes", store::Verb::kGetBytes, keys, {}, {bytes.begin(), bytes.end()}, options);
 }
 
-std::vector<bool> Store::lookup(std::span<const Key> keys, std::optional<Range> heads) {
+std::vector<bool> Store::lookup(std::span<const Key> keys, std::optional<Range> heads, bool ask) {
   std::vector<std::uint8_t> found;
-  impl_->lookup(keys, impl_->want(heads), false, found);
+  impl_->lookup(keys, impl_->want(heads), false, ask, found);
   return {found.begin(), found.end()};
 }
-std::int64_t Store::lookup_prefix(std::span<const Key> keys, std::optional<Range> heads) {
+std::int64_t Store::lookup_prefix(std::span<const Key> keys, std::optional<Range> heads, bool ask) {
   std::vector<std::uint8_t> found;
-  return static_cast<std::int64_t>(impl_->lookup(keys, impl_->want(heads), true, found));
+  return static_cast<std::int64_t>(impl_->lookup(keys, impl_->want(heads), true, ask, found));
 }
 
 Pins Store::pin(std::span<const Key> keys) {

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of `kv_connector_extra_config`, checked at start."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvstride import ArgumentError
+
+#: Options of vLLM's own connector, specs and tiers (0.30 to 0.33): what we do not read ourselves.
+VLLM_OPTIONS = frozenset(
+    {
+        "spec_name",
+        "spec_module_path",
+        "cpu_bytes_to_use",
+        "block_size",
+        "blocks_per_chunk",
+        "offload_prompt_only",
+        "self_describing_kv_events",
+        "canonical_layout",
+        "eviction_policy",
+        "cache_policy_module_path",
+        "store_threshold",
+        "max_tracker_size",
+        "secondary_tiers",
+        "backpressure",
+        "tier_poll_interval_s",
+    }
+)
+
+
+@dataclass(frozen=True)
+class TierOptions:
+    """Options of the tier, in `secondary_tiers` or beside `spec_name`.
+
+    `root_dir` and `max_bytes` are required. `keep_free`: bytes that stay free on the file system (1 GiB, at most 5 %).
+    `deadline`: seconds that a load or a store may take. `sync`: fdatasync before a file gets its name. `group`: files
+    that other users of the group share. `engine`: 'auto', 'io_uring' or 'blocking'. `num_threads`: of I/O, 0 for the
+    engine's own choice. `revision`: a commit or a fingerprint of the weights, where it cannot be found out.
+    `lora_names_are_fixed`: an adapter's name never means other weights (vLLM's block hash knows the name only).
+    `enable_kv_events`: tell routers what is stored and removed.
+    """
+
+    root_dir: str
+    max_bytes: int
+    keep_free: int | None = None
+    deadline: float = 10.0
+    sync: bool = False
+    group: bool = False
+    engine: str = "auto"
+    num_threads: int = 0
+    revision: str | None = None
+    lora_names_are_fixed: bool = False
+    enable_kv_events: bool = False
+
+    @staticmethod
+    def parse(given: Mapping[str, Any], where: str) -> TierOptions:
+        """Raises ArgumentError that names the option, its value and what it must be."""
+        known = {f.name: f for f in fields(TierOptions)}
+        for name in given:
+            if name not in known:
+                raise ArgumentError(f"{where}: unknown option {name!r}{_instead(name, known)}")
+        for name in ("root_dir", "max_bytes"):
+            if given.get(name) is None:
+                raise ArgumentError(f"{where}: {name} is missing")
+        values = {name: _READ[name](value, f"{where}: {name}") for name, value in given.items() if value is not None}
+        return TierOptions(**values)
+
+
+def split_options(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The options beside `spec_name` that are the tier's. Raises ArgumentError for one that nobody knows."""
+    ours = {f.name for f in fields(TierOptions)}
+    for name in extra:
+        if name not in ours and name not in VLLM_OPTIONS:
+            raise ArgumentError(
+                f"kv_connector_extra_config: unknown option {name!r}{_instead(name, ours | VLLM_OPTIONS)}"
+            )
+    return {name: value for name, value in extra.items() if name in ours}
+
+
+def _instead(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise ArgumentError(f"{what} is {value!r}, expected text")
+    return value
+
+
+def _flag(value: Any, what: str) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{what} is {value!r}, expected true or false")
+    return value
+
+
+def _whole(value: Any, what: str) -> int:
+    # JSON has 2e11 for a byte count.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1 or not 0 <= value < 2**62:
+        raise ArgumentError(f"{what} is {value!r}, expected a whole number from 0 to 2^62")
+    return int(value)
+
+
+def _seconds(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 3600:
+        raise ArgumentError(f"{what} is {value!r}, expected seconds above 0, at most 3600")
+    return float(value)
+
+
+def _engine(value: Any, what: str) -> str:
+    if value not in ("auto", "io_uring", "blocking"):
+        raise ArgumentError(f"{what} is {value!r}, expected 'auto', 'io_uring' or 'blocking'")
+    return str(value)
+
+
+_READ: dict[str, Callable[[Any, str], Any]] = {
+    "root_dir": _text,
+    "max_bytes": _whole,
+    "keep_free": _whole,
+    "deadline": _seconds,
+    "sync": _flag,
+    "group": _flag,
+    "engine": _engine,
+    "num_threads": _whole,
+    "revision": _text,
+    "lora_names_are_fixed": _flag,
+    "enable_kv_events": _flag,
+}
