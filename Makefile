@@ -28,7 +28,7 @@ ENGINE := .venv-vllm
 export PATH := $(CURDIR)/$(DEV)/bin:$(PATH)
 
 # What needs an installed vLLM; the rest is quick.
-ENGINE_TESTS := $(addprefix tests/python/,test_engine_writes.py test_vllm_backends.py)
+ENGINE_TESTS := $(addprefix tests/python/,test_engine_writes.py test_vllm_backends.py test_vllm_offload.py)
 QUICK_TESTS := $(filter-out $(ENGINE_TESTS),$(wildcard tests/python/test_*.py))
 RANDOM_TESTS = $(shell grep -l hypothesis $(QUICK_TESTS))
 CXX_FILES := $(shell find include src cli python/src tests fuzz benchmarks examples -name '*.cpp' -o -name '*.h')
@@ -110,6 +110,7 @@ test-pythons: dist/.wheel ## The wheel and its quick tests on CPython 3.12, 3.13
 test-long: test test-pythons ## Too long for every day: other CPythons, older vLLMs, more random cases, ten minutes of store faults, five of fuzzing a target
 	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH"
 	python tests/python/old_releases.py
+	KVSTRIDE_LONG=1 python -m pytest -q tests/python/test_vllm_offload.py
 	for seed in 1 2 3 4 5 6 7 8; do python -m pytest -q --hypothesis-seed=$$seed $(RANDOM_TESTS); done
 	$(MAKE) asan tsan
 	$(MAKE) scalar

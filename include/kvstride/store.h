@@ -72,7 +72,7 @@ struct DirectoryTierOptions {
   bool group = false;
   enum class Engine : std::uint8_t { kAuto, kRing, kBlocking } engine = Engine::kAuto;
   int num_threads = 0;              ///< of I/O; 0: 2 with io_uring, 8 without
-  std::int64_t staging_bytes = 0;   ///< memory for chunks on their way; 0: 128 MiB
+  std::int64_t staging_bytes = 0;   ///< memory for chunks on their way; 0: 256 MiB
   std::size_t queue_chunks = 4096;  ///< that may wait for the disk; more are refused
   /// How long a lookup may wait for the file system's word on keys that this process does not know.
   std::chrono::nanoseconds lookup_timeout = std::chrono::milliseconds(50);
@@ -193,6 +193,10 @@ class Store {
   Pins pin(std::span<const Key> keys);
   /// Forgets chunks in all tiers. Returns how many keys were there.
   std::int64_t remove(std::span<const Key> keys);
+
+  /// Keys of chunks of which a directory has lost a piece (evicted, removed, damaged, vanished) since the last call;
+  /// the first call begins. For those who tell others what is where: of more than 65536 the rest is not told.
+  std::vector<Key> take_gone();
 
   const Namespace& space() const;
   StoreMetrics metrics() const;

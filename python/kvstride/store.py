@@ -90,7 +90,7 @@ class DirectoryTier(Tier):
     `keep_free` bytes stay free on the file system (1 GiB, at most 5 % of it). `sync`: fdatasync before a file gets its
     name; without it a power cut may damage files, which reading finds out. `group`: files 0660 and directories 2770,
     other owners accepted, for volumes whose user ids vary. `engine` is 'auto', 'io_uring' or 'blocking'. `num_threads`
-    do I/O (0: 2 with io_uring, 8 without); `staging_bytes` are memory for chunks on their way (128 MiB);
+    do I/O (0: 2 with io_uring, 8 without); `staging_bytes` are memory for chunks on their way (256 MiB);
     `queue_chunks` may wait for the disk, more are refused. `lookup_timeout` (seconds) bounds what a lookup waits for
     the file system's word on unknown keys. Raises StoreError where the directory cannot be used.
     """
@@ -361,6 +361,13 @@ class Store(_OfProcess):
         """Forget chunks in all tiers. Returns how many keys were there."""
         self._check_process("remove")
         return self._core.remove(to_keys(keys, "remove"))
+
+    def take_gone(self) -> list[bytes]:
+        """Keys of chunks of which a directory has lost a piece (evicted, removed, damaged, vanished) since the last
+        call; the first call begins. For those who tell others what is where; of more than 65536 the rest is not told.
+        """
+        self._check_process("take_gone")
+        return self._core.take_gone()
 
     def metrics(self) -> dict[str, Any]:
         """Counters, latencies and tiers; see docs/store.md, and `kvstride.prometheus` for a collector."""

@@ -320,6 +320,14 @@ void bind_store(nb::module_& m) {
             return self->remove(all);
           },
           nb::arg("keys"))
+      .def("take_gone",
+           [](const StoreHandle& self) {
+             nb::list out;
+             for (const Key& key : self->take_gone()) {
+               out.append(nb::bytes(reinterpret_cast<const char*>(key.bytes().data()), key.bytes().size()));
+             }
+             return out;
+           })
       .def("metrics",
            [](const StoreHandle& self) {
              StoreMetrics metrics;

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <limits>
 #include <thread>
+#include <utility>
 
 #include "kvstride/error.h"
 #include "store/listing.h"
@@ -150,10 +151,26 @@ void Directory::drop(Slot slot, bool remember) {
   index_.remove(slot, remember);
 }
 
+/// The lock must be held.
+void Directory::tell_gone(const PieceId& id) {
+  constexpr std::size_t kMost = 65536;
+  Space& space = *spaces_[id.space];
+  if (space.watched && space.gone.size() < kMost) space.gone.push_back(id.key);
+}
+
+std::vector<Key> Directory::take_gone(std::uint32_t space) {
+  const std::lock_guard lock(mutex_);
+  spaces_[space]->watched = true;
+  return std::exchange(spaces_[space]->gone, {});
+}
+
 bool Directory::forget(const PieceId& id) {
   const std::lock_guard lock(mutex_);
   const Slot slot = index_.find(id);
-  if (slot != kNoSlot) drop(slot, false);
+  if (slot != kNoSlot) {
+    tell_gone(id);
+    drop(slot, false);
+  }
   return slot != kNoSlot;
 }
 
@@ -204,7 +221,10 @@ std::uint64_t Directory::num_gone() const {
 
 void Directory::let_go(const PieceId& id, Going why) {
   const std::lock_guard lock(mutex_);
-  if (const Slot slot = index_.find(id); slot != kNoSlot) drop(slot, false);
+  if (const Slot slot = index_.find(id); slot != kNoSlot) {
+    tell_gone(id);
+    drop(slot, false);
+  }
   if (why == Going::kDamaged) counters_.add(Count::kCorrupt);
   if (!read_only() && !is_going(id)) going_.push_back({id, why});
 }

@@ -74,6 +74,8 @@ class Directory {
   /// Forgets a piece that shall go; settle() or settle_all() then moves or removes its file. Until that is done nobody
   /// finds it again, and no other file takes its name.
   void let_go(const PieceId& id, Going why);
+  /// Keys of pieces that went since the last call; the first call begins. Of more than 65536 the rest is not told.
+  std::vector<Key> take_gone(std::uint32_t space);
   std::int64_t used_bytes() const;
   std::int64_t num_pieces() const;
   std::size_t index_memory() const;
@@ -114,6 +116,8 @@ class Directory {
     std::vector<Heads> splits;  ///< head ranges that somebody wrote
     struct timespec splits_time {};
     Clock::time_point splits_checked{};
+    bool watched = false;
+    std::vector<Key> gone;  ///< since take_gone(), where it is watched
   };
   struct Gone {
     PieceId id;
@@ -132,6 +136,7 @@ class Directory {
   bool insert(const PieceId& id, std::int64_t bytes, std::int64_t used, bool read,
               std::optional<std::uint64_t> seen = std::nullopt);
   void drop(Slot slot, bool remember);
+  void tell_gone(const PieceId& id);
   bool is_going(const PieceId& id) const;
   void done_going(const PieceId& id);
   bool gone_since(const Key& key, std::uint64_t seen) const;

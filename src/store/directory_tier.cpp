@@ -637,6 +637,8 @@ class DirectoryTier final : public Tier {
     return out->pins.empty() ? nullptr : out;
   }
 
+  std::vector<Key> take_gone(std::uint32_t space) override { return core_->directory_.take_gone(space); }
+
   TierMetrics metrics() const override {
     TierMetrics out;
     out.tier = kind();
@@ -674,7 +676,7 @@ TierPtr make_directory_tier(const DirectoryTierOptions& given, std::shared_ptr<I
     throw Error(ErrorCode::kArgument,
                 fmt::format("DirectoryTier: num_threads is {}, of 0 to 256", options.num_threads));
   }
-  if (options.staging_bytes == 0) options.staging_bytes = std::int64_t{128} << 20;
+  if (options.staging_bytes == 0) options.staging_bytes = std::int64_t{256} << 20;
   if (options.staging_bytes < 2 * kPage) {
     throw Error(ErrorCode::kArgument, fmt::format("DirectoryTier: staging_bytes is {}, at least {} are needed",
                                                   options.staging_bytes, 2 * kPage));

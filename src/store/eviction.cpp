@@ -137,6 +137,8 @@ std::int64_t Directory::evict_one() {
     if (error == 0) {
       counters_.add(Count::kEvictions);
       if (unread) counters_.add(Count::kEvictedUnread);
+      const std::lock_guard lock(mutex_);
+      tell_gone(*id);
       return std::max<std::int64_t>(freed, 1);
     }
     if (error == -ENOENT) continue;  // another process evicted it and has its room

@@ -237,6 +237,15 @@ std::int64_t Store::remove(std::span<const Key> keys) {
   return removed;
 }
 
+std::vector<Key> Store::take_gone() {
+  impl_->check_process();
+  std::vector<Key> out;
+  for (std::size_t i = 0; i < impl_->tiers_.size(); ++i) {
+    for (Key& key : impl_->tiers_[i]->take_gone(impl_->numbers_[i])) out.push_back(std::move(key));
+  }
+  return out;
+}
+
 const Namespace& Store::space() const { return impl_->space_; }
 StoreMetrics Store::metrics() const { return impl_->metrics(); }
 bool Store::flush(std::chrono::nanoseconds time) { return impl_->flush(time); }

@@ -107,8 +107,7 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
                      const RequestOptions& options);
   /// What a reader of all, or of `heads`, needs.
   Heads want(const std::optional<Range>& heads) const;
-  std::size_t lookup(std::span<const Key> keys, Heads heads, bool prefix, bool ask,
-                     std::vector<std::uint8_t>& out);
+  std::size_t lookup(std::span<const Key> keys, Heads heads, bool prefix, bool ask, std::vector<std::uint8_t>& out);
   StoreMetrics metrics() const;
   bool flush(std::chrono::nanoseconds time);
   void close();

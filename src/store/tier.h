@@ -108,6 +108,10 @@ class Tier {
   /// The piece is one of those: the tiers below did not take it.
   virtual void only_here(const PieceId&) {}
 
+  /// Keys of pieces that have left for good since the last call; the first call begins. Bounded. Nothing of tiers
+  /// above others.
+  virtual std::vector<Key> take_gone(std::uint32_t) { return {}; }
+
   virtual TierMetrics metrics() const = 0;
 
  private:

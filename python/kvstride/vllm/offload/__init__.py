@@ -21,7 +21,9 @@ def register() -> None:
         from vllm.v1.kv_offload.factory import OffloadingSpecFactory
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
     except ImportError as error:
-        logging.getLogger("vllm").info("kvstride: this vLLM has no offloading in tiers (%s); 0.30 and newer have", error)
+        logging.getLogger("vllm").info(
+            "kvstride: this vLLM has no offloading in tiers (%s); 0.30 and newer have", error
+        )
         return
     here = __name__
     for factory, add, cls in (

@@ -13,6 +13,7 @@ bytes that the same layout has with all heads: both are done with random bytes a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -75,10 +76,12 @@ class Rows:
     layout: str
 
     def to_json(self) -> str:
+        """For the scheduler's process."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Rows:
+        """The reverse. Raises StoreError for another release's."""
         found = json.loads(text)
         if found.pop("format") != FORMAT:
             raise kv.StoreError("the description of rows is of another release of kvstride")
@@ -115,7 +118,7 @@ def _inner_tokens(text: str, tokens: int) -> str:
         tail = word[len(bare) :]
         if bare == "N":
             bare = f"N%{tokens}"
-        elif bare.startswith("N/") or bare.startswith("N%") or "*N" in bare:
+        elif bare.startswith(("N/", "N%")) or "*N" in bare:
             raise LayoutError(f"the tokens of '{text}' are split already")
         out.append(bare + tail)
     return " ".join(out).replace("{ ", "{").replace(" }", "}")
@@ -131,9 +134,10 @@ def describe_group(
     block_bytes: Sequence[int],
     total_heads: int,
     first_head: int,
+    blocks: int,
 ) -> Group:
     """What this worker knows of a group. `refs`: vLLM's CanonicalKVCacheRef, one a layer; `slots` and `block_bytes`: by
-    tensor, where its slot in a row begins and how far its blocks are apart."""
+    tensor, where its slot in a row begins and how far its blocks are apart; `blocks`: of a chunk."""
 
     def raw(why: str) -> Group:
         return Group(index, tuple(layers), tokens, None, why)
@@ -151,7 +155,7 @@ def describe_group(
     if any(r.mapping != mapping for r in refs):
         return raw("layers of several page sizes")
     at = [slots[r.tensor_idx] for r in refs]
-    steps = {b - a for a, b in zip(at, at[1:], strict=False)} or {max(block_bytes[refs[0].tensor_idx], 1)}
+    steps = {b - a for a, b in itertools.pairwise(at)} or {max(block_bytes[refs[0].tensor_idx], 1)}
     if len(steps) != 1 or min(steps) <= 0 or len({block_bytes[r.tensor_idx] for r in refs}) != 1:
         return raw("its layers are not evenly spaced in a row")
     geometry = {**named.geometry, "num_layers": 1}
@@ -160,6 +164,10 @@ def describe_group(
     if why:
         return raw(why)
     page = Portable(named.order, whole, len(layers), at[0], steps.pop(), block_bytes[refs[0].tensor_idx])
+    try:
+        page.layout(1, at[-1] + page.block_step * blocks, blocks)
+    except LayoutError as error:  # tokens that are split already, as AMX tiles are
+        return raw(str(error))
     return Group(index, tuple(layers), tokens, page, "")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offloading spec `kvstride`: vLLM's own tiering, with our worker on CPU hosts and our tier below the primary one."""
+"""The offloading spec `kvstride`: vLLM's own tiering, our worker on CPU hosts, and our tier below the primary one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
         """As vLLM 0.33 asks."""
-        return super().config_info_keys(with_tier(extra_config))  # type: ignore[no-any-return]
+        return super().config_info_keys(with_tier(extra_config))  # type: ignore[misc, no-any-return]
 
     def get_manager(self) -> Any:
         """vLLM's manager. It is the last to map the shared memory, whose name is no longer needed then."""
@@ -97,8 +97,8 @@ class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
         canonical = self.config.canonical_layout
         if host and config.model_config.use_mla:
             raise EngineError(
-                f"kvstride: MLA on vLLM's CPU backend gives other tokens with any connector; {config.model_config.model} "
-                "cannot be offloaded there"
+                "kvstride: MLA on vLLM's CPU backend gives other tokens with any connector: "
+                f"{config.model_config.model} cannot be offloaded there"
             )
         if canonical and any(r.mapping is None for refs in kv_caches.group_data_refs for r in refs):
             logger.info("kvstride: vLLM does not certify this layout as canonical; rows are kept as they are")
@@ -106,7 +106,7 @@ class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
         slots = _slots(kv_caches, canonical, self.blocks_per_chunk, self._row_offset(canonical))
         rows = describe(config, self.config, kv_caches, canonical, slots)
         if host:
-            worker = self._host_worker(kv_caches, canonical, slots)
+            worker: Any = self._host_worker(kv_caches, canonical, slots)
         else:
             self.config = dataclasses.replace(self.config, canonical_layout=canonical)
             worker = super().create_worker(kv_caches)
@@ -161,12 +161,14 @@ def describe(config: Any, offload: Any, kv_caches: Any, canonical: bool, slots: 
             f"{', '.join(sorted(_HASHES))}"
         )
     if getattr(config.cache_config, "calculate_kv_scales", False):
-        raise ArgumentError("kvstride: calculate_kv_scales makes scales that no other process has: bytes cannot be kept")
+        raise ArgumentError(
+            "kvstride: calculate_kv_scales makes scales that no other process has: bytes cannot be kept"
+        )
     options = next(t for t in offload.extra_config["secondary_tiers"] if t["type"] == "kvstride")
     if config.lora_config is not None and not options.get("lora_names_are_fixed", False):
         raise ArgumentError(
-            "kvstride: LoRA is on, and vLLM's block hash knows an adapter by its name only: set lora_names_are_fixed to "
-            "true if a name never refers to other weights"
+            "kvstride: LoRA is on, and vLLM's block hash knows an adapter by its name only: set lora_names_are_fixed to"
+            " true if a name never refers to other weights"
         )
     model = config.model_config
     name, revision = (
@@ -182,12 +184,24 @@ def describe(config: Any, offload: Any, kv_caches: Any, canonical: bool, slots: 
     for group, refs in zip(offload.groups, kv_caches.group_data_refs, strict=True):
         cache = next((c for c in caches if set(c.layer_names) == set(group.layer_names)), None)
         if not canonical:
-            groups.append(Group(group.group_id, group.layer_names, group.tokens_per_block, None, "rows are not canonical"))
+            groups.append(
+                Group(group.group_id, group.layer_names, group.tokens_per_block, None, "rows are not canonical")
+            )
             continue
         heads = cache.named.geometry["num_kv_heads"] if cache else 1
-        tokens = group.tokens_per_block
         groups.append(
-            describe_group(group.group_id, group.layer_names, tokens, cache, refs, slots, sizes, total, shard * heads)
+            describe_group(
+                group.group_id,
+                group.layer_names,
+                group.tokens_per_block,
+                cache,
+                refs,
+                slots,
+                sizes,
+                total,
+                shard * heads,
+                offload.cache.blocks_per_chunk,
+            )
         )
     return Rows(
         model=name,
@@ -236,6 +250,6 @@ def _raw(config: Any, offload: Any, canonical: bool, caches: list[live.EngineCac
         "orders": [c.named.text for c in caches],
         "pages": sizes,
         "blocks": offload.cache.blocks_per_chunk,
-        "kv_dtype": str(config.cache_config.cache_dtype),
+        "kv_dtype": offload.model.dtype,
     }
     return "; ".join(f"{name}={value}" for name, value in facts.items())

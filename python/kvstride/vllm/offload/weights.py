@@ -47,7 +47,7 @@ def _cached(model: str, revision: str | None) -> Path:
 
 def _unknown(model: str, why: str) -> ArgumentError:
     return ArgumentError(
-        f"the weights of {model!r} cannot be told from others ({why}): give \"revision\", a commit or a fingerprint"
+        f'the weights of {model!r} cannot be told from others ({why}): give "revision", a commit or a fingerprint'
     )
 
 

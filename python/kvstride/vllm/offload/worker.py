@@ -31,7 +31,9 @@ class _Run:
 class HostWorker(OffloadingWorker):  # type: ignore[misc]
     """vLLM's OffloadingWorker over host memory. Transfers are done when they are submitted."""
 
-    def __init__(self, kv_caches: Any, region: Any, num_rows: int, row_bytes: int, blocks: int, canonical: bool) -> None:
+    def __init__(
+        self, kv_caches: Any, region: Any, num_rows: int, row_bytes: int, blocks: int, canonical: bool
+    ) -> None:
         self._region = region
         self._blocks = blocks
         self._finished: list[Any] = []
@@ -146,7 +148,15 @@ def _runs(ref: Any, canonical: bool) -> list[tuple[int, ...]]:
         return [(0, 0, ref.page_size_bytes, 1, ref.page_size_bytes, ref.page_size_bytes, 1, 0)]
     turn = (ref.mapping.num_writers, ref.mapping.writer_index)
     return [
-        (r.local_offset, r.canonical_offset, r.fragment_size, r.num_fragments, r.local_stride, r.canonical_stride, *turn)
+        (
+            r.local_offset,
+            r.canonical_offset,
+            r.fragment_size,
+            r.num_fragments,
+            r.local_stride,
+            r.canonical_stride,
+            *turn,
+        )
         for r in ref.mapping.runs
     ]
 
@@ -166,8 +176,10 @@ def _strided(flat: np.ndarray, offset: int, shape: Sequence[int], strides: Seque
 def _cache(pages: np.ndarray) -> kv.Cache:
     """Bytes `[block, fragment, byte]` as a cache of opaque records."""
     blocks, num, size = pages.shape
-    order = f"B@{pages.strides[0]} N@{pages.strides[1]} {{state: D[{size}] u8}}" if num > 1 else (
-        f"B@{pages.strides[0]} {{state: D[{size}] u8}}"
+    order = (
+        f"B@{pages.strides[0]} N@{pages.strides[1]} {{state: D[{size}] u8}}"
+        if num > 1
+        else (f"B@{pages.strides[0]} {{state: D[{size}] u8}}")
     )
     sizes = kv.Geometry(num_blocks=blocks, block_size=num, num_kv_heads=1, head_size=size)
     shaped = pages if num > 1 else pages[:, 0]

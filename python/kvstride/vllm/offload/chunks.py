@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks of one KV cache group: the store that keeps them, and the rows of the primary tier that they come from."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+import kvstride as kv
+
+from .options import TierOptions
+from .rows import Group, Rows
+
+#: How numpy carries elements of so many bytes, whatever they mean.
+_CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+
+
+class GroupStore:
+    """The store of one KV cache group: portable chunks, or raw rows."""
+
+    def __init__(
+        self, tier: kv.DirectoryTier, rows: np.ndarray, about: Rows, group: Group, blocks: int, options: TierOptions
+    ) -> None:
+        self.group = group
+        self._rows = rows
+        self.cache: kv.Cache | None = None
+        page = group.portable
+        if page is not None:
+            layout = page.layout(rows.shape[0], rows.shape[1], blocks)
+            self.cache = kv.Cache(_from_page(rows, page.first, layout), layout)
+        self.space = _namespace(about, group, blocks, self.cache)
+        self.store = kv.Store([tier], namespace=self.space, deadline=options.deadline)
+
+    def move(self, keys: list[bytes], rows: list[int], load: bool) -> kv.Job:
+        """Start a get into, or a put from, these rows."""
+        if self.cache is not None:
+            return (self.store.get if load else self.store.put)(keys, self.cache, rows)
+        buffers = [self._rows[row] for row in rows]
+        return (self.store.get_bytes if load else self.store.put_bytes)(keys, buffers)
+
+    def close(self) -> None:
+        """End the store: nothing touches the rows any more."""
+        self.store.close()
+        self.cache = None
+        self._rows = None  # type: ignore[assignment]
+
+
+def _from_page(rows: np.ndarray, first: int, layout: kv.Layout) -> np.ndarray:
+    """All rows from the first page on, in the layout's own shape."""
+    item = max(_ITEM_BYTES.get(dtype, 1) for dtype in layout.planes.values())
+    flat = rows.reshape(-1)[first:]
+    flat = flat[: len(flat) // item * item].view(_CARRIERS[item])
+    steps = [s * item for s in layout.strides]  # type: ignore[attr-defined]
+    return np.lib.stride_tricks.as_strided(flat, tuple(layout.shape), steps)  # type: ignore[arg-type]
+
+
+def _namespace(about: Rows, group: Group, blocks: int, cache: kv.Cache | None) -> kv.Namespace:
+    """What chunks belong to. Group numbers and layer names are the engine's: the same names are the same layers."""
+    layers = hashlib.sha256("\n".join(group.layers).encode()).hexdigest()[:16]
+    common: dict[str, Any] = {
+        "model": about.model,
+        "revision": f"{about.revision}+{about.settings}",
+        "group": group.index,
+        "num_layers": max(len(group.layers), 1),
+        "salt_policy": f"vllm {about.hashing}; layers {layers}",
+    }
+    if cache is None:
+        raw = f"vLLM rows; {about.raw}"
+        return kv.Namespace(
+            planes={"state": "u8"}, num_kv_heads=1, head_size=1, block_size=group.tokens * blocks, raw=raw, **common
+        )
+    sizes = cache.layout.geometry
+    value: dict[str, Any] = {} if sizes.value_head_size is None else {"value_head_size": sizes.value_head_size}
+    return kv.Namespace(
+        planes=dict(cache.layout.planes),
+        num_kv_heads=sizes.num_kv_heads,
+        head_size=sizes.head_size,
+        block_size=sizes.block_size,
+        **value,
+        **common,
+    )

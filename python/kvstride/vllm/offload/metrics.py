@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvstride's counters on vLLM's own /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+
+CHUNKS = "vllm:kvstride_chunks"
+EVENTS = "vllm:kvstride_directory_events"
+USED = "vllm:kvstride_directory_used_bytes"
+CAPACITY = "vllm:kvstride_directory_capacity_bytes"
+HELD = "vllm:kvstride_directory_chunks"
+
+
+def definitions() -> dict[str, Any]:
+    """What vLLM must know of these metrics."""
+    return {
+        CHUNKS: OffloadingCounterMetadata(
+            documentation="Chunks stored and loaded, by outcome (ok, miss, corrupt, io_error, timeout, refused).",
+            labelnames=("verb", "outcome"),
+        ),
+        EVENTS: OffloadingCounterMetadata(
+            documentation="What happened in the directory, by kind: docs/store.md, a tier's counters.",
+            labelnames=("event",),
+        ),
+        USED: OffloadingGaugeMetadata(documentation="Bytes of all files in the directory."),
+        CAPACITY: OffloadingGaugeMetadata(documentation="The directory's limit in bytes."),
+        HELD: OffloadingGaugeMetadata(documentation="Files that this process knows in the directory."),
+    }
+
+
+class Stats:
+    """What vLLM has not been told yet."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[tuple[str, str], int] = {}
+        self._told: dict[str, int] = {}
+
+    def count(self, verb: str, outcome: str) -> None:
+        """One chunk's outcome."""
+        self._chunks[verb, outcome] = self._chunks.get((verb, outcome), 0) + 1
+
+    def take(self, tier: Mapping[str, Any] | None) -> Any:
+        """All of it, with a directory's metrics where they are given; None where there is nothing."""
+        if tier is None and not self._chunks:
+            return None
+        out = OffloadingConnectorStats()
+        for labels, number in self._chunks.items():
+            out.increase_counter(CHUNKS, number, labels)
+        self._chunks = {}
+        if tier is None:
+            return out
+        for name, number in tier["counters"].items():
+            if number > self._told.get(name, 0):
+                out.increase_counter(EVENTS, number - self._told.get(name, 0), (name,))
+                self._told[name] = number
+        for name, key in ((USED, "used_bytes"), (CAPACITY, "capacity_bytes"), (HELD, "chunks")):
+            out.set_gauge(name, tier[key])
+        return out

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offloading on a live vLLM: what comes back is what was computed, whoever wrote it; what is damaged is computed again.
+
+Each engine is a process of its own (some 15 s), so tests of one kind share them. Equal means tokens and logprobs, to
+the last bit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None and not os.environ.get("KVSTRIDE_REQUIRE_VLLM"),
+    reason="vLLM is not installed; with KVSTRIDE_REQUIRE_VLLM=1 this fails",
+)
+
+HERE = Path(__file__).resolve().parent
+FIRST = list(range(5, 405))
+SECOND = [*range(300, 700), 7, 8, 9]
+BOTH: list[Any] = [{"prompt": FIRST}, {"prompt": SECOND}]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that the tests of this file share."""
+    return tmp_path_factory.mktemp("offload")
+
+
+def run(work: Path, steps: list[Any], *, kind: str = "llama", killed: bool = False, **job: Any) -> dict[str, Any]:
+    """What an engine answers; its output, too, under "log"."""
+    job = {"model": str(work / kind), "kind": kind, "steps": steps, **job}
+    (work / "job.json").write_text(json.dumps(job))
+    (work / "answer.json").unlink(missing_ok=True)
+    command = [sys.executable, str(HERE / "offload_engine.py"), str(work / "job.json"), str(work / "answer.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    log = done.stdout + done.stderr
+    if killed:
+        assert done.returncode == -signal.SIGKILL, log[-4000:]
+        return {"log": log}
+    assert done.returncode == 0, log[-6000:]
+    return {**json.loads((work / "answer.json").read_text()), "log": log}
+
+
+def options(directory: Path, **more: Any) -> dict[str, Any]:
+    """The configuration that a user gives."""
+    return {"spec_name": "kvstride", "cpu_bytes_to_use": 1e8, "root_dir": str(directory), "max_bytes": 5e8, **more}
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Tokens and logprobs equal, to the last bit."""
+    return bool(a["tokens"] == b["tokens"] and a["logprobs"] == b["logprobs"])
+
+
+def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """The largest difference of logprobs of tokens that both tell."""
+    pairs = zip(a["logprobs"], b["logprobs"], strict=True)
+    return max(abs(x[t] - y[t]) for x, y in pairs for t in x.keys() & y.keys())
+
+
+def leftovers() -> list[str]:
+    """What engines have in shared memory."""
+    return sorted(p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(("vllm_offload_", "kvstride_")))
+
+
+def chunk_files(directory: Path) -> list[Path]:
+    """Files of chunks, with something in them."""
+    return sorted(f for f in directory.glob("*/?/*") if f.stat().st_size > 0)
+
+
+@pytest.fixture(scope="module")
+def plain(work: Path) -> list[dict[str, Any]]:
+    """What an engine without a connector answers."""
+    return run(work, [*BOTH, {"prompt": FIRST, "salt": "a"}])["answers"]  # type: ignore[no-any-return]
+
+
+def test_cold_warm_and_after_a_restart(work: Path, plain: list[dict[str, Any]]) -> None:
+    root = work / "restart"
+    before = leftovers()
+    steps = [*BOTH, "settle", "reset", *BOTH]
+    first = run(work, steps, extra=options(root))
+    assert [a["cached"] for a in first["answers"]] == [0, 0, 384, 384]
+    assert all(same(a, plain[i % 2]) for i, a in enumerate(first["answers"]))
+    assert "kvstride: " in first["log"] and "any tensor-parallel size" in first["log"]
+    files = chunk_files(root)
+    assert len(files) == 24
+
+    again = run(work, BOTH, extra=options(root))
+    assert [a["cached"] for a in again["answers"]] == [384, 384]
+    assert all(same(a, plain[i]) for i, a in enumerate(again["answers"]))
+    assert again["metrics"]["vllm:kvstride_chunks{outcome=ok,verb=load}"] == 24
+    assert chunk_files(root) == files
+    assert leftovers() == before
+
+
+def test_damaged_files_are_computed_again(work: Path, plain: list[dict[str, Any]]) -> None:
+    root = work / "damage"
+    run(work, [*BOTH, "settle"], extra=options(root))
+    files = chunk_files(root)
+    assert len(files) == 24
+    # A flipped bit, a cut file, one that is another's, one without its first page, one that is gone.
+    data = files[0].read_bytes()
+    files[0].write_bytes(data[:9000] + bytes([data[9000] ^ 1]) + data[9001:])
+    files[1].write_bytes(data[:8192])
+    files[2].write_bytes(files[3].read_bytes())
+    files[4].write_bytes(bytes(4096) + files[4].read_bytes()[4096:])
+    files[5].unlink()
+    found = run(work, [*BOTH, "settle", "reset", *BOTH], extra=options(root))
+    assert all(same(a, plain[i % 2]) for i, a in enumerate(found["answers"]))
+    assert sum(a["cached"] for a in found["answers"][:2]) < 768
+    # What was computed again was stored again.
+    assert [a["cached"] for a in found["answers"][2:]] == [384, 384]
+
+
+def test_any_tensor_parallel_size_reads_what_another_wrote(work: Path, plain: list[dict[str, Any]]) -> None:
+    root = work / "parallel"
+    asked = [{"prompt": FIRST, "digest": True}, {"prompt": SECOND}]
+    one = run(work, [*asked, "settle"], extra=options(root))
+    alone = run(work, BOTH, tp=2)
+    two = run(work, [*asked, "settle"], extra=options(root), tp=2)
+    assert [a["cached"] for a in two["answers"]] == [384, 384]
+    # Every byte that rank r holds is that of the heads of the one writer.
+    (writer,) = one["answers"][0]["digests"]
+    for rank, reader in enumerate(two["answers"][0]["digests"]):
+        mine = [[heads[2 * rank : 2 * rank + 2] for heads in layer] for layer in writer]
+        assert reader == mine, f"rank {rank}"
+    for read, there, here in zip(two["answers"], alone["answers"], plain, strict=False):
+        assert read["tokens"] == there["tokens"] == here["tokens"]
+        # Sizes of tensor parallelism differ in the last bits by themselves.
+        assert apart(read, there) <= 2 * apart(here, there)
+    files = chunk_files(root)
+    assert len(files) == 24, "both wrote the same chunks"
+
+
+def test_killed_while_it_stores(work: Path, plain: list[dict[str, Any]]) -> None:
+    root = work / "killed"
+    run(work, [{"prompt": FIRST}, "settle", {"prompt": SECOND}, "kill"], extra=options(root), killed=True)
+    found = run(work, BOTH, extra=options(root))
+    assert found["answers"][0]["cached"] == 384, "what was complete is there"
+    assert all(same(a, plain[i]) for i, a in enumerate(found["answers"]))
+    assert leftovers() == []
+
+
+def test_more_than_both_tiers_hold(work: Path, plain: list[dict[str, Any]]) -> None:
+    """Evictions in both tiers, several blocks a chunk, salts that never hit each other."""
+    root = work / "small"
+    prompts: list[Any] = [{"prompt": list(range(n, n + 350)), "tokens": 4} for n in range(5, 405, 50)]
+    steps = [*BOTH, "settle", *prompts, "settle", "reset", *prompts, {"prompt": FIRST, "salt": "a"}, *BOTH]
+    extra = options(root, cpu_bytes_to_use=8e6, max_bytes=4e6, blocks_per_chunk=2)
+    found = run(work, steps, extra=extra)
+    answers = found["answers"]
+    assert all(same(a, plain[i]) for i, a in enumerate([*answers[:2]]))
+    assert all(same(a, b) for a, b in zip(answers[2:10], answers[10:18], strict=True))
+    assert answers[18]["cached"] == 0 and same(answers[18], plain[2])
+    assert all(same(a, b) for a, b in zip(answers[19:], plain, strict=False))
+    assert found["metrics"]["vllm:kvstride_directory_events{event=evictions}"] > 0
+    assert sum(f.stat().st_size for f in root.rglob("*") if f.is_file() and f.name != "ledger") <= 4e6
+
+
+def test_what_cannot_be_is_said_at_start(work: Path) -> None:
+    for extra, said in (
+        ({"max_byte": 1}, "unknown option 'max_byte'; did you mean 'max_bytes'?"),
+        ({"max_bytes": "lots"}, "max_bytes is 'lots', expected a whole number"),
+        ({"cpu_bytes_to_use": 10}, "cpu_bytes_to_use is 10, one chunk takes"),
+    ):
+        job = {"model": str(work / "llama"), "kind": "llama", "steps": [], "extra": options(work / "refused", **extra)}
+        (work / "job.json").write_text(json.dumps(job))
+        command = [sys.executable, str(HERE / "offload_engine.py"), str(work / "job.json"), str(work / "answer.json")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+        assert done.returncode != 0 and said in done.stderr + done.stdout, done.stderr[-2000:]
+    assert not (work / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "llm", "cached"),
+    [
+        ("gemma3", {}, 384),
+        ("qwen3_next", {"block_size": None, "enable_prefix_caching": True, "num_gpu_blocks_override": 32}, 256),
+        ("llama", {"kv_cache_dtype": "fp8"}, 384),
+    ],
+)
+@pytest.mark.skipif(not os.environ.get("KVSTRIDE_LONG"), reason="KVSTRIDE_LONG=1, as make test-long has it")
+def test_all_kinds_of_caches(work: Path, kind: str, llm: dict[str, Any], cached: int) -> None:
+    """Groups that share memory, states beside attention, elements of one byte."""
+    root = work / f"{kind}-{len(llm)}"
+    alone = run(work, BOTH, kind=kind, llm=llm)["answers"]
+    first = run(work, [*BOTH, "settle", "reset", *BOTH], kind=kind, llm=llm, extra=options(root))["answers"]
+    again = run(work, BOTH, kind=kind, llm=llm, extra=options(root))["answers"]
+    assert [a["cached"] for a in [*first, *again]] == [0, 0, *[cached] * 4]
+    assert all(same(a, alone[i % 2]) for i, a in enumerate([*first, *again]))
