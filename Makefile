@@ -66,7 +66,7 @@ dist/.wheel: $(WHEEL_FILES) | $(DEV)/.tools
 	$(DEV)/bin/pip wheel -q --no-build-isolation --no-deps --wheel-dir build/dist -C build-dir=build/wheel \
 	  -C cmake.define.KVSTRIDE_WERROR=$(WERROR) . 2> >(grep -v 'is ignored: it is neither' >&2)
 	# The libraries of Debian that others have not go into it, its tag says from which glibc on it runs.
-	auditwheel -q repair --wheel-dir dist build/dist/*.whl
+	auditwheel repair --wheel-dir dist build/dist/*.whl > build/auditwheel.log 2>&1 || { cat build/auditwheel.log; exit 1; }
 	cp build/wheel/python/_core.pyi python/kvstride/
 	touch $@
 
@@ -135,8 +135,9 @@ fuzz: $(DEV)/.tools ## Each libFuzzer target for FUZZ_SECONDS (60)
 # --- The rest -------------------------------------------------------------------------------------------------------
 
 .PHONY: demo bench lint format wheel clean
-demo: $(ENGINE)/.kvstride ## A live vLLM's KV cache through a dozen layouts and back
+demo: $(ENGINE)/.kvstride ## A live vLLM: its KV cache through a dozen layouts; offloading, killed, restarted, damaged
 	@$(ENGINE)/bin/python examples/python/demo.py
+	$(ENGINE)/bin/python -W ignore examples/vllm/demo.py --chart build/offload.svg
 
 # Beside vLLM and torch where `make test` has installed them.
 BENCH_ENV := $(if $(wildcard $(ENGINE)/.vllm-$(VLLM_RELEASE)),$(ENGINE),$(DEV))

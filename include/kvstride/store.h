@@ -74,6 +74,7 @@ struct DirectoryTierOptions {
   int num_threads = 0;              ///< of I/O; 0: 2 with io_uring, 8 without
   std::int64_t staging_bytes = 0;   ///< memory for chunks on their way; 0: 256 MiB
   std::size_t queue_chunks = 4096;  ///< that may wait for the disk; more are refused
+  bool prepare = false;             ///< take the memory for I/O at once, not with the first request
   /// How long a lookup may wait for the file system's word on keys that this process does not know.
   std::chrono::nanoseconds lookup_timeout = std::chrono::milliseconds(50);
 };

@@ -92,7 +92,8 @@ class DirectoryTier(Tier):
     other owners accepted, for volumes whose user ids vary. `engine` is 'auto', 'io_uring' or 'blocking'. `num_threads`
     do I/O (0: 2 with io_uring, 8 without); `staging_bytes` are memory for chunks on their way (256 MiB);
     `queue_chunks` may wait for the disk, more are refused. `lookup_timeout` (seconds) bounds what a lookup waits for
-    the file system's word on unknown keys. Raises StoreError where the directory cannot be used.
+    the file system's word on unknown keys. `prepare`: take the memory for I/O at once; otherwise the first request
+    does, and waits for it some tenths of a second. Raises StoreError where the directory cannot be used.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class DirectoryTier(Tier):
         staging_bytes: int = 0,
         queue_chunks: int = 4096,
         lookup_timeout: float = 0.05,
+        prepare: bool = False,
     ) -> None:
         super().__init__()
         where = os.fspath(path)
@@ -124,6 +126,7 @@ class DirectoryTier(Tier):
             _bytes_of(staging_bytes, "DirectoryTier: staging_bytes"),
             _small(queue_chunks, "DirectoryTier: queue_chunks", 1, 1 << 24),
             _seconds(lookup_timeout, "DirectoryTier: lookup_timeout"),
+            to_flag(prepare, "DirectoryTier: prepare"),
         )
 
 

@@ -162,7 +162,7 @@ void bind_store(nb::module_& m) {
       "directory_tier",
       [](const std::string& path, std::int64_t max_bytes, std::optional<std::int64_t> keep_free,
          std::string_view eviction, bool sync, bool group, std::string_view engine, int num_threads,
-         std::int64_t staging_bytes, std::int64_t queue_chunks, double lookup_timeout) {
+         std::int64_t staging_bytes, std::int64_t queue_chunks, double lookup_timeout, bool prepare) {
         DirectoryTierOptions options;
         options.path = path;
         options.max_bytes = max_bytes;
@@ -177,11 +177,12 @@ void bind_store(nb::module_& m) {
         options.staging_bytes = staging_bytes;
         options.queue_chunks = static_cast<std::size_t>(queue_chunks);
         options.lookup_timeout = to_time(lookup_timeout);
+        options.prepare = prepare;
         return TierHandle(directory_tier(options));
       },
       nb::arg("path"), nb::arg("max_bytes"), nb::arg("keep_free").none(), nb::arg("eviction"), nb::arg("sync"),
       nb::arg("group"), nb::arg("engine"), nb::arg("num_threads"), nb::arg("staging_bytes"), nb::arg("queue_chunks"),
-      nb::arg("lookup_timeout"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("lookup_timeout"), nb::arg("prepare"), nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Gate>(m, "Gate").def(nb::init<>()).def("open", [](Gate& self) { self.open->store(true); });
 

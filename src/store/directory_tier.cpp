@@ -298,7 +298,7 @@ void Core::run(std::size_t number) {
   {
     // Nothing is pinned for I/O before there is some.
     std::unique_lock lock(mutex_);
-    work_.wait(lock, [&] { return stop_ || !reads_.empty() || !writes_.empty(); });
+    work_.wait(lock, [&] { return options_.prepare || stop_ || !reads_.empty() || !writes_.empty(); });
   }
   std::string name;
   const std::unique_ptr<Transfers> io = transfers(name);

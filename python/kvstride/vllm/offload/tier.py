@@ -80,6 +80,7 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
             group=self._options.group,
             engine=self._options.engine,
             num_threads=self._options.num_threads,
+            prepare=True,
         )
         blocks = offloading_spec.config.cache.blocks_per_chunk
         self._groups = {

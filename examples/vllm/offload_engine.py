@@ -19,13 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "python"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
 import live_engine
 
 
 def write_model(kind: str, directory: Path) -> Path:
-    """A small seeded model: 'llama' (4 KV heads), 'gemma3' (sliding windows and one full layer) or 'qwen3_next'."""
+    """A seeded model: 'llama' (small, 4 KV heads), 'llama-92m', 'gemma3' (windows and a full layer) or 'qwen3_next'."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -48,6 +48,18 @@ def write_model(kind: str, directory: Path) -> Path:
         from transformers import LlamaConfig as Config
 
         sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "initializer_range": 0.2}
+    elif kind == "llama-92m":
+        from transformers import LlamaConfig as Config
+
+        sizes = {
+            "hidden_size": 896,
+            "intermediate_size": 2560,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "initializer_range": 0.03,
+            "max_position_embeddings": 2048,
+        }
     elif kind == "gemma3":
         from transformers import Gemma3TextConfig as Config
 
@@ -194,9 +206,15 @@ def main() -> None:
         elif step == "settle":
             engine.settle()
         elif step == "kill":
+            tell(engine)
             os.kill(os.getpid(), signal.SIGKILL)
         else:
             engine.prompt(step)
+    tell(engine)
+
+
+def tell(engine: Engine) -> None:
+    """Write the answer."""
     Path(sys.argv[2]).write_text(json.dumps({"answers": engine.answers, "metrics": engine.metrics()}))
 
 
