@@ -49,6 +49,10 @@ def with_tier(extra: Mapping[str, Any]) -> dict[str, Any]:
 class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """vLLM's TieringOffloadingSpec with kvstride's worker (on CPU hosts) and tier."""
 
+    config: Any
+    _manager: Any
+    _worker: Any
+
     def __init__(self, config: Any) -> None:
         extra = with_tier(config.extra_config)
         canonical = bool(extra["canonical_layout"])
