@@ -680,3 +680,33 @@ def test_prometheus_text():
         assert value("kvstride_tier_capacity_bytes", {"store": "a", "tier": "host"}) == 4 << 20
         text = prometheus.generate_latest(registry).decode()
     assert 'kvstride_tier_seconds_bucket{le="+Inf",operation="read",store="a",tier="host"} 2.0' in text
+
+
+def test_who_does_not_ask_knows_what_this_process_knows(tmp_path):
+    mine, theirs = (kv.DirectoryTier(tmp_path / "store", 16 << 20, keep_free=0, lookup_timeout=5) for _ in range(2))
+    with kv.Store(mine, namespace=namespace()) as store, kv.Store(theirs, namespace=namespace()) as other:
+        assert other.put(keys(2), cache(), [0, 1]).wait() == ["ok"] * 2
+        assert store.lookup(keys(2), ask=False) == [False, False]
+        assert store.lookup_prefix(keys(2), ask=False) == 0
+        assert store.lookup(keys(2)) == [True, True]
+        assert store.lookup(keys(3), ask=False) == [True, True, False]
+        assert store.lookup_prefix(keys(3), ask=False) == 2
+        with pytest.raises(kv.ArgumentError, match="ask is 1"):
+            store.lookup(keys(1), ask=1)
+
+
+def test_what_has_gone_is_told_once(tmp_path):
+    chunk = 2 * LAYERS * HEADS * HEAD_SIZE * BLOCK * 2 + 4096
+    tier = kv.DirectoryTier(tmp_path / "store", 4 * chunk, keep_free=0, eviction="lru", prepare=True)
+    with kv.Store(tier, namespace=namespace()) as store:
+        store.put(keys(1), cache(), [0]).wait()
+        store.remove(keys(1))  # before anybody wanted to know
+        assert store.take_gone() == []
+        assert store.put(keys(4, 1), cache(), range(4)).wait() == ["ok"] * 4
+        assert store.put(keys(2, 5), cache(), range(2)).wait() == ["ok"] * 2
+        store.remove(keys(1, 5))
+        *evicted, removed = store.take_gone()
+        assert removed == bytes(keys(1, 5)[0])
+        assert len(set(evicted)) == 2 and set(evicted) < {bytes(k) for k in keys(4, 1)}
+        assert store.lookup(evicted) == [False, False]
+        assert store.take_gone() == []
