@@ -16,7 +16,10 @@ DTYPES = {"bf16": "<u2", "f16": "<f2", "f32": "<f4", "i32": "<i4", "i8": "i1"}  
 
 def planes_of(section, text):
     """Arrays by plane name, axes as the order has them."""
-    terms, members = re.fullmatch(r"([^{]*)\{(.*)\}", text.strip()).groups()
+    whole = re.fullmatch(r"([^{]*)\{(.*)\}", text.strip())
+    if not whole or re.search(r"[|/%@]", text):  # orders of `kvstride store convert` may be any
+        raise ValueError(f"an order that this example does not read: {text}")
+    terms, members = whole.groups()
     outer = [int(n) for n in re.findall(r"\[(\d+)\]", terms)]
     rows, out, at = section.reshape(*outer, len(section) // int(np.prod(outer, dtype=int))), {}, 0
     for member in members.split(","):

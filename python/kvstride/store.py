@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -144,6 +144,8 @@ class Job(_OfProcess):
     @property
     def done(self) -> bool:
         """Whether every chunk has its outcome."""
+        if self._core.done:
+            self._keeps = ()  # caches, buffers and the store
         return self._core.done
 
     def wait(self, timeout: float | None = None) -> list[str]:
@@ -153,12 +155,9 @@ class Job(_OfProcess):
         request goes on.
         """
         self._check_process("wait")
-        if timeout is None:
-            # In steps, so that Ctrl-C is heard.
-            while not self._core.wait_for(0.2):
-                pass
-        elif not self._core.wait_for(_seconds(timeout, "wait: timeout")):
+        if not _in_steps(self._core.wait_for, None if timeout is None else _seconds(timeout, "wait: timeout")):
             raise TimeoutError(f"wait: not done after {timeout} s")
+        self._keeps = ()
         return self._core.wait()
 
     def poll(self) -> list[str | None]:
@@ -213,7 +212,7 @@ class Store(_OfProcess):
         promote: bool = True,
     ) -> None:
         super().__init__()
-        self._live: set[Job] = set()
+        self._live: dict[Job, None] = {}  # the eldest first
         # May be asked for again by a signal's handler.
         self._lock = threading.RLock()
         self._closing = threading.RLock()
@@ -324,14 +323,13 @@ class Store(_OfProcess):
         job = Job(keeps)
         # Kept before it begins: Ctrl-C is heard right after the call, when threads may be using the memory.
         with self._lock:
-            if len(self._live) >= 64:
-                self._drop_done()
-            self._live.add(job)
+            self._drop_done(8)
+            self._live[job] = None
         try:
             job._core = call(*args, gate, time_limit)
         except Error:
             with self._lock:
-                self._live.discard(job)
+                self._live.pop(job, None)
             raise
         if gate is not None:
             _WATCHER.add(gate, ready, job)
@@ -380,7 +378,7 @@ class Store(_OfProcess):
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until everything that was put is in all tiers; whether it is."""
         self._check_process("flush")
-        return self._core.flush(_seconds(timeout, "flush: timeout"))
+        return _in_steps(self._core.flush, _seconds(timeout, "flush: timeout"))
 
     def close(self) -> None:
         """Refuse what has not started, wait for the rest (at most until the deadlines), and refuse later requests.
@@ -403,11 +401,22 @@ class Store(_OfProcess):
     def __del__(self) -> None:
         self.close()
 
-    def _drop_done(self) -> None:
-        """Of requests that are not done threads may still use the memory."""
-        for job in self._live.copy():
+    def _drop_done(self, most: int | None = None) -> None:
+        """Lets go of requests that are done, of the eldest `most`. Threads may still use the memory of the others."""
+        for job in list(itertools.islice(self._live, most)):
             if hasattr(job, "_core") and job.done:
-                self._live.discard(job)
+                self._live.pop(job, None)
+
+
+def _in_steps(wait: Callable[[float], bool], timeout: float | None) -> bool:
+    """What `wait` says at last; in steps, so that Ctrl-C is heard."""
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = 0.2 if end is None else end - time.monotonic()
+        if wait(max(0.0, min(left, 0.2))):
+            return True
+        if left <= 0.2 and end is not None:
+            return False
 
 
 class _Watcher:
@@ -475,7 +484,9 @@ def _question(event: Any, verb: str) -> Any:
     for name in ("is_set", "query", "done"):
         method = getattr(event, name, None)
         if callable(method):
-            return method
+            result = getattr(event, "result", None)
+            # A future that failed or was cancelled says so: its bytes are not what was asked for.
+            return (lambda: method() and (result(), True)[1]) if name == "done" and callable(result) else method
     if callable(event):
         return event
     kind = type(event).__name__

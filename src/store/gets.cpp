@@ -74,7 +74,7 @@ bool StoreImpl::choose(Fetch& fetch) {
 void StoreImpl::plan_reads(Fetch& fetch) {
   for (Reading& reading : fetch.readings) {
     const Heads has = reading.id.heads;
-    reading.whole = fetch.everything || has.count == 0 || (reading.shared && reading.num_heads == has.count);
+    reading.whole = fetch.everything || has.count == 0 || reading.num_heads == has.count;
     if (reading.whole) continue;
     const std::shared_ptr<const Shape> shape = shape_for(*fetch.job, fetch.chunk, has);
     reading.whole = shape->frame.image_bytes() != reading.result.bytes;  // not the stored order that we expect

@@ -92,6 +92,7 @@ struct Later {
   Clock::time_point when;  ///< it is asked again
   std::shared_ptr<JobState> job;
   std::size_t chunks;
+  std::chrono::microseconds pause{200};  ///< until the next time; longer the longer it takes
 };
 
 class StoreImpl : public std::enable_shared_from_this<StoreImpl> {

@@ -44,7 +44,7 @@ bool StoreImpl::take(Task& out, Clock::time_point now) {
 
 /// Asks the job whose turn it is whether its blocks may be touched. The lock must be held; it is not meanwhile.
 bool StoreImpl::ask_later(std::unique_lock<std::mutex>& lock, Clock::time_point now) {
-  constexpr auto kPause = std::chrono::microseconds(200);
+  constexpr auto kLongest = std::chrono::microseconds(5000);
   if (delayed_.empty() || delayed_.front().when > now) return false;
   Later one = std::move(delayed_.front());
   delayed_.pop_front();
@@ -56,8 +56,10 @@ bool StoreImpl::ask_later(std::unique_lock<std::mutex>& lock, Clock::time_point 
   lock.lock();
   --under_way_;
   if (!ready && !closed_) {
-    one.when = now + kPause;
-    delayed_.push_back(std::move(one));
+    one.when = now + one.pause;
+    one.pause = std::min(2 * one.pause, kLongest);
+    const auto later = [&](const Later& other) { return other.when > one.when; };
+    delayed_.insert(std::find_if(delayed_.begin(), delayed_.end(), later), std::move(one));
     return true;
   }
   delayed_chunks_ -= one.chunks;

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 import weakref
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -431,16 +432,16 @@ def test_who_closes_waits_for_who_is_closing():
     second.start()
     second.join(0.2)
     assert second.is_alive()
-    assert {job, done_before} <= store._live
+    assert job in store._live
     go.set()
     first.join()
     second.join()
-    assert store._live == {job}
+    assert list(store._live) == [job]
     done.set()
     assert job.wait() == ["ok"]
     store._core = core
     store.close()
-    assert store._live == set()
+    assert not store._live
 
 
 @pytest.mark.parametrize("verb", ["put", "get", "put_bytes", "get_bytes"])
@@ -709,3 +710,40 @@ def test_what_has_gone_is_told_once(tmp_path):
         assert len(set(evicted)) == len(evicted) >= 2 and set(evicted) <= {bytes(k) for k in keys(6, 1)}
         assert not any(store.lookup(evicted))
         assert store.take_gone() == []
+
+
+def test_what_a_failed_producer_left_is_not_stored(tmp_path):
+    """A future that raised or was cancelled is done, and yet not what was asked for."""
+    with kv.Store(kv.HostTier(8 << 20), namespace=namespace()) as store:
+        failed, cancelled, right = Future(), Future(), Future()
+        failed.set_exception(RuntimeError("half way"))
+        cancelled.cancel()
+        right.set_result(None)
+        for event in (failed, cancelled):
+            job = store.put(keys(1), cache(), [0], after=event)
+            assert job.wait() == ["refused"] and job.error is not None
+        assert store.lookup(keys(1)) == [False]
+        assert store.put(keys(1), cache(), [0], after=right).wait() == ["ok"]
+
+
+def test_who_is_done_keeps_nothing(tmp_path):
+    with kv.Store(kv.HostTier(8 << 20), namespace=namespace()) as store:
+        source = cache()
+        kept = weakref.ref(source)
+        job = store.put(keys(1), source, [0])
+        del source
+        job.wait()
+        gc.collect()
+        assert kept() is None
+
+
+def test_all_pieces_of_a_chunk_are_promoted(tmp_path):
+    host, directory = kv.HostTier(8 << 20), kv.DirectoryTier(tmp_path / "store", 16 << 20, keep_free=0)
+    with kv.Store(directory, namespace=namespace()) as store:
+        for first in (0, 4):
+            half = cache(heads=4, seed=first)
+            assert store.put(keys(3), half, [0, 1, 2], heads=(0, first, 4)).wait() == ["ok"] * 3
+    with kv.Store([host, directory], namespace=namespace()) as store:
+        assert store.get(keys(3), cache(seed=9), [3, 4, 5]).wait() == ["ok"] * 3
+        assert store.flush()
+        assert store.metrics()["tiers"][0]["chunks"] == 6

@@ -99,7 +99,7 @@ def plain(work: Path) -> list[dict[str, Any]]:
 
 def test_cold_warm_and_after_a_restart(work: Path, plain: list[dict[str, Any]]) -> None:
     root = work / "restart"
-    before = leftovers()
+    before = set(leftovers())
     steps = [*BOTH, "settle", "reset", *BOTH]
     first = run(work, steps, extra=options(root))
     assert [a["cached"] for a in first["answers"]] == [0, 0, 384, 384]
@@ -113,7 +113,8 @@ def test_cold_warm_and_after_a_restart(work: Path, plain: list[dict[str, Any]]) 
     assert all(same(a, plain[i]) for i, a in enumerate(again["answers"]))
     assert again["metrics"]["vllm:kvstride_chunks{outcome=ok,verb=load}"] == 24
     assert chunk_files(root) == files
-    assert leftovers() == before
+    # Others on this machine may have engines, too.
+    assert len(set(leftovers()) - before) == 0
 
 
 def test_damaged_files_are_computed_again(work: Path, plain: list[dict[str, Any]]) -> None:
@@ -156,11 +157,14 @@ def test_any_tensor_parallel_size_reads_what_another_wrote(work: Path, plain: li
 
 def test_killed_while_it_stores(work: Path, plain: list[dict[str, Any]]) -> None:
     root = work / "killed"
+    before = set(leftovers())
     run(work, [{"prompt": FIRST}, "settle", {"prompt": SECOND}, "kill"], extra=options(root), killed=True)
+    left = set(leftovers()) - before
+    assert left, "a killed engine leaves its description"
     found = run(work, BOTH, extra=options(root))
     assert found["answers"][0]["cached"] == 384, "what was complete is there"
     assert all(same(a, plain[i]) for i, a in enumerate(found["answers"]))
-    assert leftovers() == []
+    assert not left & set(leftovers())
 
 
 def test_more_than_both_tiers_hold(work: Path, plain: list[dict[str, Any]]) -> None:
