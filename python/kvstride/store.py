@@ -479,14 +479,25 @@ class _Watcher:
 _WATCHER = _Watcher()
 
 
+def _of_future(done: Callable[[], bool], result: Callable[[], Any]) -> Callable[[], bool]:
+    """A future that failed or was cancelled is done, too, but its bytes are not what was asked for: its result raises."""
+
+    def ready() -> bool:
+        if not done():
+            return False
+        result()
+        return True
+
+    return ready
+
+
 def _question(event: Any, verb: str) -> Any:
     """A function that answers whether an event has happened."""
     for name in ("is_set", "query", "done"):
         method = getattr(event, name, None)
         if callable(method):
             result = getattr(event, "result", None)
-            # A future that failed or was cancelled says so: its bytes are not what was asked for.
-            return (lambda: method() and (result(), True)[1]) if name == "done" and callable(result) else method
+            return _of_future(method, result) if name == "done" and callable(result) else method
     if callable(event):
         return event
     kind = type(event).__name__
