@@ -480,7 +480,7 @@ _WATCHER = _Watcher()
 
 
 def _of_future(done: Callable[[], bool], result: Callable[[], Any]) -> Callable[[], bool]:
-    """A future that failed or was cancelled is done, too, but its bytes are not what was asked for: its result raises."""
+    """A future that failed or was cancelled is done, too, but its bytes are not what was asked: its result raises."""
 
     def ready() -> bool:
         if not done():
