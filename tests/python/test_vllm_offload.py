@@ -103,14 +103,16 @@ def test_cold_warm_and_after_a_restart(work: Path, plain: list[dict[str, Any]]) 
     steps = [*BOTH, "settle", "reset", *BOTH]
     first = run(work, steps, extra=options(root))
     assert [a["cached"] for a in first["answers"]] == [0, 0, 384, 384]
-    assert all(same(a, plain[i % 2]) for i, a in enumerate(first["answers"]))
+    assert all(same(a, plain[i]) for i, a in enumerate(first["answers"][:2]))
+    # Some machines' kernels round a short rest of a prompt otherwise than the whole.
+    assert all(alike(a, plain[i], 0.01) for i, a in enumerate(first["answers"][2:]))
     assert "kvstride: " in first["log"] and "any tensor-parallel size" in first["log"]
     files = chunk_files(root)
     assert len(files) == 24
 
     again = run(work, BOTH, extra=options(root))
     assert [a["cached"] for a in again["answers"]] == [384, 384]
-    assert all(same(a, plain[i]) for i, a in enumerate(again["answers"]))
+    assert all(same(a, b) for a, b in zip(again["answers"], first["answers"][2:], strict=True))
     assert again["metrics"]["vllm:kvstride_chunks{outcome=ok,verb=load}"] == 24
     assert chunk_files(root) == files
     # Others on this machine may have engines, too.
@@ -163,7 +165,7 @@ def test_killed_while_it_stores(work: Path, plain: list[dict[str, Any]]) -> None
     assert left, "a killed engine leaves its description"
     found = run(work, BOTH, extra=options(root))
     assert found["answers"][0]["cached"] == 384, "what was complete is there"
-    assert all(same(a, plain[i]) for i, a in enumerate(found["answers"]))
+    assert all(alike(a, plain[i], 0.01) for i, a in enumerate(found["answers"]))
     assert not left & set(leftovers())
 
 
@@ -213,4 +215,5 @@ def test_all_kinds_of_caches(work: Path, kind: str, llm: dict[str, Any], cached:
     first = run(work, [*BOTH, "settle", "reset", *BOTH], kind=kind, llm=llm, extra=options(root))["answers"]
     again = run(work, BOTH, kind=kind, llm=llm, extra=options(root))["answers"]
     assert [a["cached"] for a in [*first, *again]] == [0, 0, *[cached] * 4]
-    assert all(same(a, alone[i % 2]) for i, a in enumerate([*first, *again]))
+    assert all(alike(a, alone[i % 2], 0.01) for i, a in enumerate([*first, *again]))
+    assert all(same(a, b) for a, b in zip(again, first[2:], strict=True))
