@@ -164,14 +164,18 @@ std::vector<Key> Directory::take_gone(std::uint32_t space) {
   return std::exchange(spaces_[space]->gone, {});
 }
 
+/// The lock must be held.
+bool Directory::lose(const PieceId& id) {
+  const Slot slot = index_.find(id);
+  if (slot == kNoSlot) return false;
+  tell_gone(id);
+  drop(slot, false);
+  return true;
+}
+
 bool Directory::forget(const PieceId& id) {
   const std::lock_guard lock(mutex_);
-  const Slot slot = index_.find(id);
-  if (slot != kNoSlot) {
-    tell_gone(id);
-    drop(slot, false);
-  }
-  return slot != kNoSlot;
+  return lose(id);
 }
 
 /// `used` in seconds. Whether it is known now: not where it is about to go, or may have gone since num_gone() was
@@ -189,9 +193,7 @@ bool Directory::insert(const PieceId& id, std::int64_t bytes, std::int64_t used,
 
 /// The lock must be held.
 bool Directory::is_going(const PieceId& id) const {
-  return std::any_of(going_.begin(), going_.end(), [&](const Gone& gone) {
-    return gone.id.space == id.space && gone.id.heads == id.heads && gone.id.key == id.key;
-  });
+  return std::any_of(going_.begin(), going_.end(), [&](const Gone& gone) { return gone.id == id; });
 }
 
 /// The lock must be held. In doubt it has.
@@ -208,9 +210,7 @@ void Directory::done_going(const PieceId& id) {
     gone_known_ = num_gone_;
   }
   gone_at_[hash_of(id.key)] = num_gone_ + 1;
-  std::erase_if(going_, [&](const Gone& gone) {
-    return gone.id.space == id.space && gone.id.heads == id.heads && gone.id.key == id.key;
-  });
+  std::erase_if(going_, [&](const Gone& gone) { return gone.id == id; });
   ++num_gone_;
 }
 
@@ -221,10 +221,7 @@ std::uint64_t Directory::num_gone() const {
 
 void Directory::let_go(const PieceId& id, Going why) {
   const std::lock_guard lock(mutex_);
-  if (const Slot slot = index_.find(id); slot != kNoSlot) {
-    tell_gone(id);
-    drop(slot, false);
-  }
+  lose(id);
   if (why == Going::kDamaged) counters_.add(Count::kCorrupt);
   if (!read_only() && !is_going(id)) going_.push_back({id, why});
 }
@@ -607,9 +604,7 @@ bool Directory::settle(const PieceId& id) {
   {
     const std::lock_guard lock(mutex_);
     if (!is_going(id)) return true;
-    found = *std::find_if(going_.begin(), going_.end(), [&](const Gone& gone) {
-      return gone.id.space == id.space && gone.id.heads == id.heads && gone.id.key == id.key;
-    });
+    found = *std::find_if(going_.begin(), going_.end(), [&](const Gone& gone) { return gone.id == id; });
   }
   if (!settle_one(*found)) return false;
   done_going(id);

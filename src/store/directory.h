@@ -137,6 +137,7 @@ class Directory {
               std::optional<std::uint64_t> seen = std::nullopt);
   void drop(Slot slot, bool remember);
   void tell_gone(const PieceId& id);
+  bool lose(const PieceId& id);
   bool is_going(const PieceId& id) const;
   void done_going(const PieceId& id);
   bool gone_since(const Key& key, std::uint64_t seen) const;

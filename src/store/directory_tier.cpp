@@ -14,6 +14,7 @@
 
 #include "kvstride/error.h"
 #include "store/arena.h"
+#include "store/forked.h"
 
 namespace kvstride::store {
 namespace {
@@ -60,17 +61,20 @@ class Core : public std::enable_shared_from_this<Core> {
       : options_(options),
         io_(io),
         staging_(options.staging_bytes),
-        extents_(staging_.size() / kPage * kPage),
+        extents_(largest()),
         directory_(io,
                    {options.path, options.max_bytes, options.keep_free,
                     options.eviction == Eviction::kLru ? Policy::kLru : Policy::kS3Fifo, options.sync, options.group,
-                    staging_.size() / kPage * kPage},
+                    largest()},
                    counters_) {
     madvise(staging_.data(), static_cast<std::size_t>(staging_.mapped()), MADV_DONTFORK);
   }
 
   void start();
   void stop();
+
+  /// The longest image that the memory for I/O holds.
+  std::int64_t largest() const { return staging_.size() / kPage * kPage; }
 
   std::shared_ptr<StagedBuffer> buffer(std::int64_t bytes);
   void give(std::int64_t offset, std::int64_t bytes);
@@ -581,8 +585,7 @@ class DirectoryTier final : public Tier {
   explicit DirectoryTier(std::shared_ptr<Core> core) : core_(std::move(core)) {}
   ~DirectoryTier() override {
     core_->stop();
-    // In a forked child the parent's threads seem to wait on what is in it: it cannot even be destroyed.
-    if (getpid() != core_->pid_) new std::shared_ptr<Core>(std::move(core_));
+    keep_where_forked(core_, core_->pid_);
   }
 
   const char* kind() const override { return "directory"; }
@@ -599,7 +602,7 @@ class DirectoryTier final : public Tier {
     return !core_->sick() && core_->probe(space, {keys.begin(), keys.end()}, heads, prefix, begin);
   }
   BufferPtr buffer(std::int64_t bytes) override { return core_->buffer(bytes); }
-  std::int64_t largest() const override { return core_->staging_.size() / kPage * kPage; }
+  std::int64_t largest() const override { return core_->largest(); }
   bool holds(const PieceId& id) override { return core_->directory_.holds(id); }
   void read(ReadRequest request) override {
     Operation operation;

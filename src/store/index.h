@@ -32,6 +32,8 @@ struct PieceId {
   std::uint32_t space = 0;
   Key key;
   Heads heads;
+
+  bool operator==(const PieceId&) const = default;
 };
 
 /// Handle of an entry; stays valid while the entry is in the index, then may be given to another.

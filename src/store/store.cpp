@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "kvstride/error.h"
+#include "store/forked.h"
 #include "store/store_impl.h"
 
 namespace kvstride::store {
@@ -129,9 +130,9 @@ void StoreImpl::close() {
     starved_.clear();
     for (const Later& later : delayed_) {
       for (std::size_t i = 0; i < later.chunks; ++i) dropped.push_back({later.job, i, {}});
+      delayed_chunks_ -= later.chunks;  // not those of a job that is being asked
     }
     delayed_.clear();
-    delayed_chunks_ = 0;
     lock.unlock();
     for (const Task& task : dropped) end(*task.job, task.chunk, Stage::kQueued, Outcome::kRefused);
     lock.lock();
@@ -176,8 +177,7 @@ Store::Store(std::vector<TierPtr> tiers, Namespace space, const StoreOptions& op
 }
 Store::~Store() {
   close();
-  // In a forked child the parent's threads seem to wait on what is in it: it cannot even be destroyed.
-  if (getpid() != impl_->pid_) new std::shared_ptr<store::StoreImpl>(std::move(impl_));
+  store::keep_where_forked(impl_, impl_->pid_);
 }
 
 Job Store::put(std::span<const Key> keys, const Cache& cache, std::span<const std::int64_t> blocks,

@@ -20,7 +20,6 @@ void StoreImpl::end(JobState& job, std::size_t chunk, Stage stage, Outcome outco
 }
 
 bool StoreImpl::is_ready(const JobState& job) {
-  if (!job.after) return true;
   try {
     return job.after();
   } catch (...) {
