@@ -15,7 +15,6 @@ import argparse
 import json
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ENGINE = Path(__file__).resolve().parent / "offload_engine.py"
+from engines import chunk_files, compare, run
+
 LENGTHS = [168, 360, 744, 1512]
 BLOCK = 32
 
@@ -75,20 +75,16 @@ class Story:
                 "root_dir": str(self.root),
                 "max_bytes": 1e9,
             }
-        (self.work / "job.json").write_text(json.dumps(job))
-        answer = self.work / "answer.json"
-        answer.unlink(missing_ok=True)
-        command = [sys.executable, str(ENGINE), str(self.work / "job.json"), str(answer)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        if done.returncode != (-signal.SIGKILL if killed else 0):
-            raise SystemExit(f"the engine ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
-        return json.loads(answer.read_text())["answers"][len(self._warm) :]  # type: ignore[no-any-return]
+        status, log, told = run(self.work, job)
+        if status != (-signal.SIGKILL if killed else 0) or told is None:
+            raise SystemExit(f"the engine ended with {status}:\n{log[-3000:]}")
+        return told["answers"][len(self._warm) :]  # type: ignore[no-any-return]
 
     def row(self, name: str, answers: list[dict[str, Any]], like: list[dict[str, Any]], **must: Any) -> None:
         """Compare, and add a line. `must`: `from_store`, `noise` of logprobs, whatever else has to hold (`also`)."""
         pairs = list(zip(answers, like, strict=True))
         tokens = all(a["tokens"] == b["tokens"] for a, b in pairs)
-        compared = [compare(a, b) for a, b in pairs]
+        compared = [compare(a, b, 0.1) for a, b in pairs]
         far, fair = max(far for far, _ in compared), all(fair for _, fair in compared)
         stored = sum(a["cached"] for a in answers)
         size = sum(f.stat().st_blocks * 512 for f in self.root.rglob("*") if f.is_file()) if self.root.exists() else 0
@@ -114,28 +110,13 @@ class Story:
             for r, rank_digests in enumerate(other["digests"])
         )
         self.row("two ranks", two, plain, from_store=whole, noise=0.1, also=bytes_right)
-        file = self.chunks()[0]
+        file = chunk_files(self.root)[0]
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 4
         file.write_bytes(bytes(data))
         damaged = self.engine(1, True, [])
         kept = sum(a["cached"] for a in damaged)
         self.row("a flipped byte", damaged, plain, from_store=kept, noise=0.1, also=kept <= whole - BLOCK)
-
-    def chunks(self) -> list[Path]:
-        """Files of chunks."""
-        return sorted(f for f in self.root.glob("*/?/*") if f.stat().st_size > 0)
-
-
-def compare(a: dict[str, Any], b: dict[str, Any]) -> tuple[float, bool]:
-    """The largest difference of a logprob while both choose the same tokens; and whether the first token that differs,
-    if there is one, was as likely as the other."""
-    far = 0.0
-    for x, y, one, other in zip(a["logprobs"], b["logprobs"], a["tokens"], b["tokens"], strict=True):
-        far = max([far, *(abs(x[t] - y[t]) for t in x.keys() & y.keys())])
-        if one != other:
-            return far, str(other) in x and abs(x[str(one)] - x[str(other)]) <= 0.1
-    return far, True
 
 
 def print_head() -> None:

@@ -23,61 +23,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
 import live_engine
 
-
-def write_model(kind: str, directory: Path) -> Path:
-    """A seeded model: 'llama' (small, 4 KV heads), 'llama-92m', 'gemma3' (windows and a full layer) or 'qwen3_next'."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    torch.manual_seed(20)
-    common = {
-        "vocab_size": 1000,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "max_position_embeddings": 1024,
-        "initializer_range": 0.05,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "dtype": torch.bfloat16,
-        "head_dim": 64,
-    }
-    if kind == "llama":
-        from transformers import LlamaConfig as Config
-
-        sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "initializer_range": 0.2}
-    elif kind == "llama-92m":
-        from transformers import LlamaConfig as Config
-
-        sizes = {
+#: Class of the configuration and sizes: 'llama' is small, with 4 KV heads.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": (
+        "LlamaConfig",
+        {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "initializer_range": 0.2},
+    ),
+    "llama-92m": (
+        "LlamaConfig",
+        {
             "hidden_size": 896,
             "intermediate_size": 2560,
             "num_hidden_layers": 8,
             "num_attention_heads": 14,
-            "num_key_value_heads": 2,
             "initializer_range": 0.03,
             "max_position_embeddings": 2048,
-        }
-    elif kind == "gemma3":
-        from transformers import Gemma3TextConfig as Config
-
-        sizes = {
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
             "sliding_window": 64,
             "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
             "query_pre_attn_scalar": 64,
-        }
-    else:
-        from transformers import Qwen3NextConfig as Config
-
-        sizes = {
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
             "layer_types": ["linear_attention"] * 3 + ["full_attention"],
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
@@ -87,9 +60,36 @@ def write_model(kind: str, directory: Path) -> Path:
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 64,
-        }
-    model = AutoModelForCausalLM.from_config(Config(**(common | sizes))).to(torch.bfloat16)
-    model.save_pretrained(directory)
+        },
+    ),
+}
+
+
+def write_model(kind: str, directory: Path) -> Path:
+    """A seeded model, one of MODELS."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(20)
+    common = {
+        "vocab_size": 1000,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.05,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": torch.bfloat16,
+        "head_dim": 64,
+    }
+    config, sizes = MODELS[kind]
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**(common | sizes)))
+    model.to(torch.bfloat16).save_pretrained(directory)
     return directory
 
 

@@ -8,22 +8,24 @@ the last bit.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "vllm"))
+
+import engines
+from engines import chunk_files, compare
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None and not os.environ.get("KVSTRIDE_REQUIRE_VLLM"),
     reason="vLLM is not installed; with KVSTRIDE_REQUIRE_VLLM=1 this fails",
 )
 
-ENGINE = Path(__file__).resolve().parents[2] / "examples" / "vllm" / "offload_engine.py"
 FIRST = list(range(5, 405))
 SECOND = [*range(300, 700), 7, 8, 9]
 BOTH: list[Any] = [{"prompt": FIRST}, {"prompt": SECOND}]
@@ -37,17 +39,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(work: Path, steps: list[Any], *, kind: str = "llama", killed: bool = False, **job: Any) -> dict[str, Any]:
     """What an engine answers; its output, too, under "log"."""
-    job = {"model": str(work / kind), "kind": kind, "steps": steps, **job}
-    (work / "job.json").write_text(json.dumps(job))
-    (work / "answer.json").unlink(missing_ok=True)
-    command = [sys.executable, str(ENGINE), str(work / "job.json"), str(work / "answer.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    log = done.stdout + done.stderr
-    if killed:
-        assert done.returncode == -signal.SIGKILL, log[-4000:]
-        return {"log": log}
-    assert done.returncode == 0, log[-6000:]
-    return {**json.loads((work / "answer.json").read_text()), "log": log}
+    status, log, told = engines.run(work, {"model": str(work / kind), "kind": kind, "steps": steps, **job})
+    assert status == (-signal.SIGKILL if killed else 0) and told is not None, log[-6000:]
+    return {**told, "log": log}
 
 
 def options(directory: Path, **more: Any) -> dict[str, Any]:
@@ -60,35 +54,16 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return bool(a["tokens"] == b["tokens"] and a["logprobs"] == b["logprobs"])
 
 
-def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
-    """The largest difference of logprobs of tokens that both tell, as far as both have chosen the same ones."""
-    out = 0.0
-    for x, y, one, other in zip(a["logprobs"], b["logprobs"], a["tokens"], b["tokens"], strict=True):
-        out = max([out, *(abs(x[t] - y[t]) for t in x.keys() & y.keys())])
-        if one != other:
-            break
-    return out
-
-
 def alike(a: dict[str, Any], b: dict[str, Any], noise: float = 0.05) -> bool:
     """Equal but for rounding: prompts that are computed in other parts, or by other numbers of ranks, differ in the
     last bits. Logprobs are near, and where the choice is another one both were about as likely."""
-    if apart(a, b) > noise:
-        return False
-    for x, one, other in zip(a["logprobs"], a["tokens"], b["tokens"], strict=True):
-        if one != other:
-            return str(other) in x and abs(x[str(one)] - x[str(other)]) <= noise
-    return True
+    far, fair = compare(a, b, noise)
+    return far <= noise and fair
 
 
 def leftovers() -> list[str]:
     """What engines have in shared memory."""
     return sorted(p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(("vllm_offload_", "kvstride_")))
-
-
-def chunk_files(directory: Path) -> list[Path]:
-    """Files of chunks, with something in them."""
-    return sorted(f for f in directory.glob("*/?/*") if f.stat().st_size > 0)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +127,7 @@ def test_any_tensor_parallel_size_reads_what_another_wrote(work: Path, plain: li
         assert reader == mine, f"rank {rank}"
     for read, there, here in zip(two["answers"], alone["answers"], plain, strict=False):
         # Sizes of tensor parallelism differ in the last bits by themselves.
-        assert alike(read, there, 2 * apart(here, there) + 0.01)
+        assert alike(read, there, 2 * compare(here, there, 0)[0] + 0.01)
     files = chunk_files(root)
     assert len(files) == 24, "both wrote the same chunks"
 
@@ -192,10 +167,8 @@ def test_what_cannot_be_is_said_at_start(work: Path) -> None:
         ({"cpu_bytes_to_use": 10}, "cpu_bytes_to_use is 10, one chunk takes"),
     ):
         job = {"model": str(work / "llama"), "kind": "llama", "steps": [], "extra": options(work / "refused", **extra)}
-        (work / "job.json").write_text(json.dumps(job))
-        command = [sys.executable, str(ENGINE), str(work / "job.json"), str(work / "answer.json")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-        assert done.returncode != 0 and said in done.stderr + done.stdout, done.stderr[-2000:]
+        status, log, _ = engines.run(work, job)
+        assert status != 0 and said in log, log[-2000:]
     assert not (work / "refused").exists()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 import kvstride as kv
 
+from .._natural import natural_view
 from .options import TierOptions
 from .rows import Group, Rows
 
@@ -53,8 +54,7 @@ def _from_page(rows: np.ndarray, first: int, layout: kv.Layout) -> np.ndarray:
     item = max(_ITEM_BYTES.get(dtype, 1) for dtype in layout.planes.values())
     flat = rows.reshape(-1)[first:]
     flat = flat[: len(flat) // item * item].view(_CARRIERS[item])
-    steps = [s * item for s in layout.strides]  # type: ignore[attr-defined]
-    return np.lib.stride_tricks.as_strided(flat, tuple(layout.shape), steps)  # type: ignore[arg-type]
+    return natural_view(flat, layout)  # type: ignore[no-any-return]
 
 
 def _namespace(about: Rows, group: Group, blocks: int, cache: kv.Cache | None) -> kv.Namespace:

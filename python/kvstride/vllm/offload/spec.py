@@ -34,11 +34,9 @@ def with_tier(extra: Mapping[str, Any]) -> dict[str, Any]:
     tiers = list(extra.get("secondary_tiers") or [])
     if any(not isinstance(t, dict) for t in tiers):
         raise ArgumentError("kv_connector_extra_config: secondary_tiers must be a list of tier configurations")
-    if own:
-        TierOptions.parse(own, "kv_connector_extra_config")
+    if own or not any(t.get("type") == "kvstride" for t in tiers):
+        TierOptions.parse(own, "kv_connector_extra_config")  # where nothing is given it says what is missing
         tiers.append({"type": "kvstride", **own})
-    elif not any(t.get("type") == "kvstride" for t in tiers):
-        TierOptions.parse(own, "kv_connector_extra_config")  # says what is missing
     cpu_bytes = extra.get("cpu_bytes_to_use")
     if isinstance(cpu_bytes, bool) or not isinstance(cpu_bytes, (int, float)) or cpu_bytes <= 0:
         raise ArgumentError(f"kv_connector_extra_config: cpu_bytes_to_use is {cpu_bytes!r}, expected bytes above 0")

@@ -16,7 +16,7 @@ _WHOLE = 64 << 20
 _SAMPLE = 64 << 10
 _SAMPLES = 64
 #: What a configuration says of the library that wrote it, not of the model.
-_INCIDENTAL = {"transformers_version", "_name_or_path", "_commit_hash", "architectures_version"}
+_INCIDENTAL = {"transformers_version", "_name_or_path", "_commit_hash"}
 
 
 def revision_of(model: str, revision: str | None = None) -> tuple[str, str]:

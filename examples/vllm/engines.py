@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs engines of offload_engine.py, and compares what they answer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_ENGINE = Path(__file__).resolve().parent / "offload_engine.py"
+
+Answer = dict[str, Any]
+
+
+def run(work: Path, job: dict[str, Any]) -> tuple[int, str, dict[str, Any] | None]:
+    """One engine: its exit status, what it printed, what it told if it came so far. `job`: see offload_engine.py."""
+    given, told = work / "job.json", work / "answer.json"
+    given.write_text(json.dumps(job))
+    told.unlink(missing_ok=True)
+    command = [sys.executable, str(_ENGINE), str(given), str(told)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    return done.returncode, done.stdout + done.stderr, json.loads(told.read_text()) if told.exists() else None
+
+
+def compare(a: Answer, b: Answer, tie: float) -> tuple[float, bool]:
+    """The largest difference of a logprob that both tell, while both choose the same tokens; and whether the first
+    token that differs, if one does, was as likely as the other, but for `tie`."""
+    far = 0.0
+    for x, y, one, other in zip(a["logprobs"], b["logprobs"], a["tokens"], b["tokens"], strict=True):
+        far = max([far, *(abs(x[t] - y[t]) for t in x.keys() & y.keys())])
+        if one != other:
+            return far, str(other) in x and abs(x[str(one)] - x[str(other)]) <= tie
+    return far, True
+
+
+def chunk_files(root: Path) -> list[Path]:
+    """Files of chunks in a store's directory, with something in them."""
+    return sorted(f for f in root.glob("*/?/*") if f.stat().st_size > 0)
