@@ -4,8 +4,10 @@
     python offload_engine.py JOB.json ANSWER.json
 
 JOB: `model` (a directory, see write_model), `tp`, `llm` (arguments of LLM), `extra` (kv_connector_extra_config, absent:
-no connector), `connector`, `steps`. A step is {"prompt": [ids], "tokens": n, "salt": text, "digest": bool}, "reset",
-"settle" or "kill". ANSWER: what each prompt gave, and the metrics at the end.
+no connector), `connector`, `events` (tell KV events), `profile` (tell the tier's times), `steps`. A step is one of
+{"prompt": [ids], "tokens": n, "salt": text, "adapter": directory, "digest": bool}; {"together": [such prompts]}, served
+at once; {"remove": file}; {"spoil": {"how": …, "layers": …, "heads": …}}, see spoil; "reset"; "settle"; "kill".
+ANSWER: what each prompt gave, in the order asked, the metrics at the end, the events, calls and seconds by method.
 """
 
 from __future__ import annotations
@@ -90,7 +92,22 @@ def write_model(kind: str, directory: Path) -> Path:
     config, sizes = MODELS[kind]
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**(common | sizes)))
     model.to(torch.bfloat16).save_pretrained(directory)
+    write_tokenizer(directory)
     return directory
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Words w0 to w999, one token each."""
+    import tokenizers
+    import transformers
+
+    words = {f"w{i}": i for i in range(1000)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    whole = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="w0", bos_token="w1", eos_token="w2", clean_up_tokenization_spaces=False
+    )
+    whole.save_pretrained(directory)
 
 
 def digests(worker: Any, blocks: list[int]) -> list[list[list[str]]]:
@@ -107,12 +124,74 @@ def digests(worker: Any, blocks: list[int]) -> list[list[list[str]]]:
     return out
 
 
+def describe_event(event: Any) -> dict[str, Any]:
+    """A KV event as JSON: its kind, its medium, and how many blocks it is about."""
+    hashes = getattr(event, "block_hashes", [])
+    return {"kind": type(event).__name__, "medium": getattr(event, "medium", None), "blocks": len(hashes)}
+
+
+def spoil(how: str, layers: int, heads: int) -> None:
+    """From now on the worker of this process changes rows before it loads them: controls that a comparison must see.
+
+    'zero' clears them, 'halves' exchanges K and V, 'heads' exchanges heads, 'flip' changes one bit.
+    """
+    from kvstride.vllm.offload.worker import HostWorker
+
+    load = HostWorker.submit_load
+
+    def spoiled(self: HostWorker, job_id: int, src_spec: Any, dst_spec: Any, **more: Any) -> bool:
+        for row in src_spec.block_ids:
+            at = int(row) * self._row_bytes
+            parts = self._rows[at : at + self._row_bytes].reshape(layers, heads, 2, -1)
+            if how == "zero":
+                parts[:] = 0
+            elif how == "halves":
+                parts[:] = parts[:, :, ::-1].copy()
+            elif how == "heads":
+                parts[:] = parts[:, ::-1].copy()
+            elif how == "flip":
+                parts[0, 0, 0, 101] ^= 0x40
+            else:
+                raise ValueError(how)
+        return bool(load(self, job_id, src_spec, dst_spec, **more))
+
+    HostWorker.submit_load = spoiled  # type: ignore[method-assign]
+
+
+def profile_tier() -> dict[str, list[float]]:
+    """Calls and seconds of the methods by which vLLM's scheduler uses our tier, from now on; "blocks" in jobs."""
+    from kvstride.vllm.offload.tier import KvstrideTier
+
+    out: dict[str, list[float]] = {}
+
+    def timed(name: str) -> None:
+        method = getattr(KvstrideTier, name)
+        total = out.setdefault(name, [0, 0.0])
+
+        def run(self: Any, *args: Any, **more: Any) -> Any:
+            begin = time.perf_counter()
+            result = method(self, *args, **more)
+            total[1] += time.perf_counter() - begin
+            total[0] += 1
+            if name.startswith("submit"):
+                out.setdefault(f"{name} blocks", [0, 0.0])[0] += len(args[0].keys)
+            return result
+
+        setattr(KvstrideTier, name, run)
+
+    for name in ("lookup", "submit_store", "submit_load", "get_finished_jobs", "on_schedule_end", "has_pending_work"):
+        timed(name)
+    for name in ("on_new_request", "on_request_finished", "take_events", "get_stats"):
+        timed(name)
+    return out
+
+
 class Engine:
     """An LLM in this process (its workers may be others)."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         from vllm import LLM
-        from vllm.config import KVTransferConfig
+        from vllm.config import KVEventsConfig, KVTransferConfig
 
         more = dict(job.get("llm", {}))
         if "extra" in job:
@@ -121,6 +200,8 @@ class Engine:
                 kv_role="kv_both",
                 kv_connector_extra_config=job["extra"],
             )
+        if job.get("events"):
+            more["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         arguments = {
             "skip_tokenizer_init": True,
             "enforce_eager": True,
@@ -134,43 +215,65 @@ class Engine:
         }
         self.llm = LLM(model=job["model"], **(arguments | more))
         self.answers: list[dict[str, Any]] = []
+        self.events: list[Any] = []
+        self.profile = profile_tier() if job.get("profile") else {}
         self._count = 0
+        self._adapters: dict[str, int] = {}
+        if job.get("events"):
+            publisher = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_event_publisher
+            publisher.publish = lambda batch: self.events.extend(describe_event(e) for e in batch.events)
 
-    def prompt(self, step: dict[str, Any]) -> None:
-        """Serve a prompt greedily."""
+    def serve(self, asked: list[dict[str, Any]]) -> None:
+        """Serve prompts greedily, all at once."""
+        engine = self.llm.llm_engine
+        scheduler = engine.engine_core.engine_core.scheduler
+        begin = time.perf_counter()
+        names = [self._add(step) for step in asked]
+        first: dict[str, float] = {}
+        done: dict[str, Any] = {}
+        blocks: dict[str, tuple[list[int], ...]] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.outputs[0].token_ids:
+                    first.setdefault(output.request_id, time.perf_counter() - begin)
+                if output.finished:
+                    done[output.request_id] = output
+            for request in scheduler.requests:
+                # vLLM adds some letters of its own.
+                blocks[request.rsplit("-", 1)[0]] = scheduler.kv_cache_manager.get_block_ids(request)
+        for name, step in zip(names, asked, strict=True):
+            output = done[name].outputs[0]
+            answer = {
+                "tokens": list(output.token_ids),
+                "logprobs": [{str(t): p.logprob for t, p in sorted(at.items())} for at in output.logprobs],
+                "cached": done[name].num_cached_tokens,
+                "seconds": first[name],
+            }
+            if step.get("digest"):
+                whole = len(step["prompt"]) // 32
+                answer["digests"] = self.llm.collective_rpc(digests, args=(list(blocks[name][0][:whole]),))
+            self.answers.append(answer)
+
+    def _add(self, step: dict[str, Any]) -> str:
         from vllm import SamplingParams
 
         params = SamplingParams(
             temperature=0, max_tokens=step.get("tokens", 8), detokenize=False, ignore_eos=True, logprobs=3
         )
         self._count += 1
+        name = f"request.{self._count}"
         given: dict[str, Any] = {"prompt_token_ids": step["prompt"]}
         if "salt" in step:
             given["cache_salt"] = step["salt"]
-        engine = self.llm.llm_engine
-        scheduler = engine.engine_core.engine_core.scheduler
-        begin = time.perf_counter()
-        engine.add_request(f"request-{self._count}", given, params)
-        first = None
-        blocks: tuple[list[int], ...] = ()
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            if outputs and first is None and outputs[0].outputs[0].token_ids:
-                first = time.perf_counter() - begin
-            for request in scheduler.requests:
-                blocks = scheduler.kv_cache_manager.get_block_ids(request)
-        (output,) = outputs
-        done = output.outputs[0]
-        answer = {
-            "tokens": list(done.token_ids),
-            "logprobs": [{str(t): p.logprob for t, p in sorted(at.items())} for at in done.logprobs],
-            "cached": output.num_cached_tokens,
-            "seconds": first,
-        }
-        if step.get("digest"):
-            whole = len(step["prompt"]) // 32
-            answer["digests"] = self.llm.collective_rpc(digests, args=(list(blocks[0][:whole]),))
-        self.answers.append(answer)
+        more = {}
+        if "adapter" in step:
+            from vllm.lora.request import LoRARequest
+
+            adapter = step["adapter"]
+            number = self._adapters.setdefault(adapter, len(self._adapters) + 1)
+            more["lora_request"] = LoRARequest(Path(adapter).name, number, adapter)
+        self.llm.llm_engine.add_request(name, given, params, **more)
+        return name
 
     def settle(self) -> None:
         """Until everything that shall be offloaded is: stores of a step begin with the next one."""
@@ -208,14 +311,20 @@ def main() -> None:
         elif step == "kill":
             tell(engine)
             os.kill(os.getpid(), signal.SIGKILL)
+        elif "spoil" in step:
+            spoil(**step["spoil"])
+        elif "remove" in step:
+            Path(step["remove"]).unlink()
         else:
-            engine.prompt(step)
+            engine.serve(step.get("together", [step]))
     tell(engine)
 
 
 def tell(engine: Engine) -> None:
     """Write the answer."""
-    Path(sys.argv[2]).write_text(json.dumps({"answers": engine.answers, "metrics": engine.metrics()}))
+    told = {"answers": engine.answers, "metrics": engine.metrics(), "events": engine.events}
+    told["profile"] = engine.profile
+    Path(sys.argv[2]).write_text(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "vllm"))
-
-import engines
-from engines import chunk_files, compare
+from offload import alike, chunk_files, compare, engines, options, run, same
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None and not os.environ.get("KVSTRIDE_REQUIRE_VLLM"),
@@ -35,30 +30,6 @@ BOTH: list[Any] = [{"prompt": FIRST}, {"prompt": SECOND}]
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that the tests of this file share."""
     return tmp_path_factory.mktemp("offload")
-
-
-def run(work: Path, steps: list[Any], *, kind: str = "llama", killed: bool = False, **job: Any) -> dict[str, Any]:
-    """What an engine answers; its output, too, under "log"."""
-    status, log, told = engines.run(work, {"model": str(work / kind), "kind": kind, "steps": steps, **job})
-    assert status == (-signal.SIGKILL if killed else 0) and told is not None, log[-6000:]
-    return {**told, "log": log}
-
-
-def options(directory: Path, **more: Any) -> dict[str, Any]:
-    """The configuration that a user gives."""
-    return {"spec_name": "kvstride", "cpu_bytes_to_use": 1e8, "root_dir": str(directory), "max_bytes": 5e8, **more}
-
-
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Tokens and logprobs equal, to the last bit."""
-    return bool(a["tokens"] == b["tokens"] and a["logprobs"] == b["logprobs"])
-
-
-def alike(a: dict[str, Any], b: dict[str, Any], noise: float = 0.05) -> bool:
-    """Equal but for rounding: prompts that are computed in other parts, or by other numbers of ranks, differ in the
-    last bits. Logprobs are near, and where the choice is another one both were about as likely."""
-    far, fair = compare(a, b, noise)
-    return far <= noise and fair
 
 
 def leftovers() -> list[str]:
@@ -158,6 +129,53 @@ def test_more_than_both_tiers_hold(work: Path, plain: list[dict[str, Any]]) -> N
     assert all(alike(a, b) for a, b in zip(answers[19:], plain, strict=False))
     assert found["metrics"]["vllm:kvstride_directory_events{event=evictions}"] > 0
     assert sum(f.stat().st_size for f in root.rglob("*") if f.is_file() and f.name != "ledger") <= 4e6
+
+
+def test_c43_what_changes_bytes_is_in_the_block_hash() -> None:
+    """The tier's keys are vLLM's block hashes: prompts of the same tokens that differ in an image, its place, an
+    adapter or a salt have no block in common; all in all equal, they have all."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+
+    def hashes(image: str = "", at: int = 3, **more: Any) -> list[bytes]:
+        images = [
+            MultiModalFeatureSpec(
+                data=None, modality="image", identifier=image, mm_position=PlaceholderRange(offset=at, length=40)
+            )
+        ]
+        request = Request(
+            request_id="r",
+            prompt_token_ids=list(range(10, 110)),
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            mm_features=images if image else [],
+            block_hasher=get_request_block_hasher(32, sha256),
+            **more,
+        )
+        return [bytes(h) for h in request.block_hashes]
+
+    adapters = [LoRARequest(name, number, "somewhere") for number, name in enumerate(("a", "b"), 1)]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"image": "12340001"},
+        {"image": "abcd0001"},
+        {"image": "12340001", "at": 4},
+        {"cache_salt": "s"},
+        {"cache_salt": "t"},
+        {"image": "12340001", "cache_salt": "s"},
+        {"lora_request": adapters[0]},
+        {"lora_request": adapters[1]},
+        {"lora_request": adapters[0], "cache_salt": "s"},
+    ]
+    found = [hashes(**kind) for kind in kinds]
+    assert found == [hashes(**kind) for kind in kinds]
+    assert len({h for one in found for h in one}) == 3 * len(kinds)
 
 
 def test_what_cannot_be_is_said_at_start(work: Path) -> None:

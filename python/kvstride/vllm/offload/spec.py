@@ -29,12 +29,16 @@ _HASHES = {"sha256", "sha256_cbor", "sha256_cbor_64bit"}
 
 
 def with_tier(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with our tier among the secondary ones, and canonical rows unless told otherwise."""
+    """The configuration with our tier among the secondary ones, and canonical rows unless told otherwise.
+
+    Where `secondary_tiers` is given and no option of ours beside it, it is taken as it is: others' tiers, or none.
+    """
     own = split_options(extra)
-    tiers = list(extra.get("secondary_tiers") or [])
+    given = extra.get("secondary_tiers")
+    tiers = list(given or [])
     if any(not isinstance(t, dict) for t in tiers):
         raise ArgumentError("kv_connector_extra_config: secondary_tiers must be a list of tier configurations")
-    if own or not any(t.get("type") == "kvstride" for t in tiers):
+    if own or given is None:
         TierOptions.parse(own, "kv_connector_extra_config")  # where nothing is given it says what is missing
         tiers.append({"type": "kvstride", **own})
     cpu_bytes = extra.get("cpu_bytes_to_use")
@@ -42,6 +46,11 @@ def with_tier(extra: Mapping[str, Any]) -> dict[str, Any]:
         raise ArgumentError(f"kv_connector_extra_config: cpu_bytes_to_use is {cpu_bytes!r}, expected bytes above 0")
     rest = {name: value for name, value in extra.items() if name not in own}
     return {"canonical_layout": True, **rest, "secondary_tiers": tiers}
+
+
+def our_tier(extra: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Our tier's configuration among the secondary ones."""
+    return next((t for t in extra["secondary_tiers"] if t.get("type") == "kvstride"), None)
 
 
 class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
@@ -106,13 +115,15 @@ class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
             logger.info("kvstride: vLLM does not certify this layout as canonical; rows are kept as they are")
             canonical = False
         slots = _slots(kv_caches, canonical, self.blocks_per_chunk, self._row_offset(canonical))
-        rows = describe(config, self.config, kv_caches, canonical, slots)
+        tier = our_tier(self.config.extra_config)
+        rows = describe(config, self.config, tier, kv_caches, canonical, slots) if tier is not None else None
         if host:
             worker: Any = self._host_worker(kv_caches, canonical, slots)
         else:
             self.config = dataclasses.replace(self.config, canonical_layout=canonical)
             worker = super().create_worker(kv_caches)
-        self._description = Description(self.config.engine_id, self.config.parallel.rank, rows)
+        if rows is not None:
+            self._description = Description(self.config.engine_id, self.config.parallel.rank, rows)
         return worker
 
     def _row_offset(self, canonical: bool) -> int:
@@ -154,8 +165,10 @@ def _slots(kv_caches: Any, canonical: bool, blocks: int, first: int) -> list[int
     return out
 
 
-def describe(config: Any, offload: Any, kv_caches: Any, canonical: bool, slots: list[int]) -> Rows:
-    """What rows hold, from the engine's configuration and its live tensors."""
+def describe(
+    config: Any, offload: Any, tier: Mapping[str, Any], kv_caches: Any, canonical: bool, slots: list[int]
+) -> Rows:
+    """What rows hold, from the engine's configuration and its live tensors. `tier`: our tier's options."""
     hashing = str(config.cache_config.prefix_caching_hash_algo)
     if hashing not in _HASHES:
         raise ArgumentError(
@@ -166,15 +179,14 @@ def describe(config: Any, offload: Any, kv_caches: Any, canonical: bool, slots: 
         raise ArgumentError(
             "kvstride: calculate_kv_scales makes scales that no other process has: bytes cannot be kept"
         )
-    options = next(t for t in offload.extra_config["secondary_tiers"] if t["type"] == "kvstride")
-    if config.lora_config is not None and not options.get("lora_names_are_fixed", False):
+    if config.lora_config is not None and not tier.get("lora_names_are_fixed", False):
         raise ArgumentError(
             "kvstride: LoRA is on, and vLLM's block hash knows an adapter by its name only: set lora_names_are_fixed to"
             " true if a name never refers to other weights"
         )
     model = config.model_config
     name, revision = (
-        (model.model, options["revision"]) if options.get("revision") else revision_of(model.model, model.revision)
+        (model.model, tier["revision"]) if tier.get("revision") else revision_of(model.model, model.revision)
     )
     caches = _named(config, offload)
     parallel = offload.parallel
