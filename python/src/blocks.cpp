@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Caches, plans and the block verbs. All of them release the interpreter lock while bytes move.
+#include "gil.h"
 #include "module.h"
 
 using namespace kvstride;
@@ -103,31 +104,31 @@ void bind_blocks(nb::module_& m) {
           nb::arg("scales"))
       .def(
           "bind", [](Plan& self, const IdPairs& pairs) { self.bind(to_pairs(pairs)); }, nb::arg("pairs"),
-          nb::call_guard<nb::gil_scoped_release>())
+          nb::call_guard<GilReleased>())
       .def(
           "bind_tokens",
           [](Plan& self, const Ids& src, const Ids& dst, const Span3& tokens) {
             self.bind_tokens(to_span(src), to_span(dst), *to_range_pair(tokens));
           },
-          nb::arg("src_blocks"), nb::arg("dst_blocks"), nb::arg("tokens"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("src_blocks"), nb::arg("dst_blocks"), nb::arg("tokens"), nb::call_guard<GilReleased>())
       .def_prop_ro("num_copies", &Plan::num_copies)
       .def_prop_ro("num_bytes", &Plan::num_bytes)
       .def_prop_ro("sizes", &Plan::sizes)
-      .def("check", &Plan::check, nb::call_guard<nb::gil_scoped_release>())
-      .def("run", &Plan::run, nb::call_guard<nb::gil_scoped_release>());
+      .def("check", &Plan::check, nb::call_guard<GilReleased>())
+      .def("run", &Plan::run, nb::call_guard<GilReleased>());
 
   m.def(
       "copy_blocks",
       [](const Cache& cache, const IdPairs& pairs, const std::optional<Span2>& layers,
          std::optional<std::int64_t> null) { return copy_blocks(cache, to_pairs(pairs), to_range(layers), null); },
       nb::arg("cache"), nb::arg("pairs"), nb::arg("layers").none(), nb::arg("null_block").none(),
-      nb::call_guard<nb::gil_scoped_release>());
+      nb::call_guard<GilReleased>());
   m.def(
       "swap_blocks",
       [](const Cache& src, const Cache& dst, const IdPairs& pairs, const std::optional<Span2>& layers,
          std::optional<std::int64_t> null) { return swap_blocks(src, dst, to_pairs(pairs), to_range(layers), null); },
       nb::arg("src"), nb::arg("dst"), nb::arg("pairs"), nb::arg("layers").none(), nb::arg("null_block").none(),
-      nb::call_guard<nb::gil_scoped_release>());
+      nb::call_guard<GilReleased>());
   m.def(
       "convert_blocks",
       [](const Cache& src, const Cache& dst, const IdPairs& pairs, const std::optional<Span3>& heads,
@@ -135,7 +136,7 @@ void bind_blocks(nb::module_& m) {
         return convert_blocks(src, dst, to_pairs(pairs), to_options(heads, layers, cast, scales), null);
       },
       nb::arg("src"), nb::arg("dst"), nb::arg("pairs"), nb::arg("heads").none(), nb::arg("layers").none(),
-      nb::arg("cast"), nb::arg("scales"), nb::arg("null_block").none(), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("cast"), nb::arg("scales"), nb::arg("null_block").none(), nb::call_guard<GilReleased>());
   m.def(
       "convert_tokens",
       [](const Cache& src, const Cache& dst, const Ids& src_blocks, const Ids& dst_blocks, const Span3& tokens,
@@ -145,21 +146,21 @@ void bind_blocks(nb::module_& m) {
       },
       nb::arg("src"), nb::arg("dst"), nb::arg("src_blocks"), nb::arg("dst_blocks"), nb::arg("tokens"),
       nb::arg("heads").none(), nb::arg("layers").none(), nb::arg("cast"), nb::arg("scales"),
-      nb::call_guard<nb::gil_scoped_release>());
+      nb::call_guard<GilReleased>());
   m.def(
       "zero_blocks",
       [](const Cache& cache, const Ids& ids, std::optional<std::int64_t> null) {
         zero_blocks(cache, to_span(ids), null);
       },
-      nb::arg("cache"), nb::arg("ids"), nb::arg("null_block").none(), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("cache"), nb::arg("ids"), nb::arg("null_block").none(), nb::call_guard<GilReleased>());
   m.def(
       "gather_tokens",
       [](const Cache& cache, const Ids& slots, const Cache& dense) { gather_tokens(cache, to_span(slots), dense); },
-      nb::arg("cache"), nb::arg("slots"), nb::arg("dense"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("cache"), nb::arg("slots"), nb::arg("dense"), nb::call_guard<GilReleased>());
   m.def(
       "scatter_tokens",
       [](const Cache& cache, const Ids& slots, const Cache& dense) { scatter_tokens(cache, to_span(slots), dense); },
-      nb::arg("cache"), nb::arg("slots"), nb::arg("dense"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("cache"), nb::arg("slots"), nb::arg("dense"), nb::call_guard<GilReleased>());
   m.def("dense_layout", &dense_layout, nb::arg("layout"), nb::arg("num_tokens"));
   m.def(
       "write_tokens",
@@ -170,7 +171,7 @@ void bind_blocks(nb::module_& m) {
         const TokenTensor k{reinterpret_cast<const std::byte*>(key), to_dtype(key_dtype), key_shape, key_strides};
         const TokenTensor v{reinterpret_cast<const std::byte*>(value), to_dtype(value_dtype), value_shape,
                             value_strides};
-        const nb::gil_scoped_release release;
+        const GilReleased release;
         write_tokens(cache, layer, k, v, to_span(slots), key_scale, value_scale);
       },
       nb::arg("cache"), nb::arg("layer"), nb::arg("key"), nb::arg("key_dtype"), nb::arg("key_shape"),

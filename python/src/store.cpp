@@ -6,6 +6,7 @@
 
 #include <atomic>
 
+#include "gil.h"
 #include "module.h"
 
 using namespace kvstride;
@@ -114,7 +115,7 @@ class Held {
       new std::shared_ptr<T>(std::move(thing));
       return;
     }
-    const nb::gil_scoped_release release;
+    const GilReleased release;
     thing.reset();
   }
   T& operator*() const { return *thing_; }
@@ -144,7 +145,7 @@ void bind_store(nb::module_& m) {
              TierMetrics metrics;
              TierPtr tier = tier_of(self, "metrics");
              {
-               const nb::gil_scoped_release release;
+               const GilReleased release;
                metrics = tier_metrics(*tier);
                tier.reset();  // may be the last by now
              }
@@ -157,7 +158,7 @@ void bind_store(nb::module_& m) {
       [](std::int64_t num_bytes, std::string_view eviction, const std::string& shared_name) {
         return TierHandle(host_tier({num_bytes, to_eviction(eviction), shared_name}));
       },
-      nb::arg("num_bytes"), nb::arg("eviction"), nb::arg("shared_name"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("num_bytes"), nb::arg("eviction"), nb::arg("shared_name"), nb::call_guard<GilReleased>());
   m.def(
       "directory_tier",
       [](const std::string& path, std::int64_t max_bytes, std::optional<std::int64_t> keep_free,
@@ -182,7 +183,7 @@ void bind_store(nb::module_& m) {
       },
       nb::arg("path"), nb::arg("max_bytes"), nb::arg("keep_free").none(), nb::arg("eviction"), nb::arg("sync"),
       nb::arg("group"), nb::arg("engine"), nb::arg("num_threads"), nb::arg("staging_bytes"), nb::arg("queue_chunks"),
-      nb::arg("lookup_timeout"), nb::arg("prepare"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("lookup_timeout"), nb::arg("prepare"), nb::call_guard<GilReleased>());
 
   nb::class_<Gate>(m, "Gate").def(nb::init<>()).def("open", [](Gate& self) { self.open->store(true); });
 
@@ -192,14 +193,14 @@ void bind_store(nb::module_& m) {
            [](const Job& self) {
              std::vector<Outcome> outcomes;
              {
-               const nb::gil_scoped_release release;
+               const GilReleased release;
                outcomes = self.wait();
              }
              return names_of(outcomes);
            })
       .def(
           "wait_for", [](const Job& self, double seconds) { return self.wait_for(to_time(seconds)); },
-          nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("seconds"), nb::call_guard<GilReleased>())
       .def("poll",
            [](const Job& self) {
              nb::list out;
@@ -229,7 +230,7 @@ void bind_store(nb::module_& m) {
             options.deadline = to_time(deadline);
             options.write_behind = write_behind;
             options.promote = promote;
-            const nb::gil_scoped_release release;
+            const GilReleased release;
             new (self) StoreHandle(std::make_shared<Store>(std::move(all), space, options));
           },
           nb::arg("tiers"), nb::arg("namespace"), nb::arg("num_threads"), nb::arg("queue_chunks"), nb::arg("deadline"),
@@ -240,7 +241,7 @@ void bind_store(nb::module_& m) {
              const Gate* after, std::optional<double> deadline) {
             const std::vector<Key> all = to_keys(keys);
             const RequestOptions options = to_options(heads, after, deadline);
-            const nb::gil_scoped_release release;
+            const GilReleased release;
             return self->put(all, cache, to_span(blocks), options);
           },
           nb::arg("keys"), nb::arg("cache"), nb::arg("blocks"), nb::arg("heads").none(), nb::arg("after").none(),
@@ -251,7 +252,7 @@ void bind_store(nb::module_& m) {
              const Gate* after, std::optional<double> deadline) {
             const std::vector<Key> all = to_keys(keys);
             const RequestOptions options = to_options(heads, after, deadline);
-            const nb::gil_scoped_release release;
+            const GilReleased release;
             return self->get(all, cache, to_span(blocks), options);
           },
           nb::arg("keys"), nb::arg("cache"), nb::arg("blocks"), nb::arg("heads").none(), nb::arg("after").none(),
@@ -265,7 +266,7 @@ void bind_store(nb::module_& m) {
             const std::vector<std::span<std::byte>> spans = to_spans(buffers);
             const std::vector<std::span<const std::byte>> from(spans.begin(), spans.end());
             const RequestOptions options = to_options({}, after, deadline);
-            const nb::gil_scoped_release release;
+            const GilReleased release;
             return self->put_bytes(all, from, options);
           },
           nb::arg("keys"), nb::arg("buffers"), nb::arg("after").none(), nb::arg("deadline").none())
@@ -277,7 +278,7 @@ void bind_store(nb::module_& m) {
             const std::vector<Key> all = to_keys(keys);
             const std::vector<std::span<std::byte>> spans = to_spans(buffers);
             const RequestOptions options = to_options({}, after, deadline);
-            const nb::gil_scoped_release release;
+            const GilReleased release;
             return self->get_bytes(all, spans, options);
           },
           nb::arg("keys"), nb::arg("buffers"), nb::arg("after").none(), nb::arg("deadline").none())
@@ -288,7 +289,7 @@ void bind_store(nb::module_& m) {
             const std::vector<Key> all = to_keys(keys);
             std::vector<bool> found;
             {
-              const nb::gil_scoped_release release;
+              const GilReleased release;
               found = self->lookup(all, to_range(heads), ask);
             }
             nb::list out;
@@ -301,7 +302,7 @@ void bind_store(nb::module_& m) {
           [](const StoreHandle& self, const nb::list& keys,
              const std::optional<std::pair<std::int64_t, std::int64_t>>& heads, bool ask) {
             const std::vector<Key> all = to_keys(keys);
-            const nb::gil_scoped_release release;
+            const GilReleased release;
             return self->lookup_prefix(all, to_range(heads), ask);
           },
           nb::arg("keys"), nb::arg("heads").none(), nb::arg("ask"))
@@ -309,7 +310,7 @@ void bind_store(nb::module_& m) {
           "pin",
           [](const StoreHandle& self, const nb::list& keys) {
             const std::vector<Key> all = to_keys(keys);
-            const nb::gil_scoped_release release;
+            const GilReleased release;
             return PinsHandle(std::make_shared<Pins>(self->pin(all)));
           },
           nb::arg("keys"))
@@ -317,7 +318,7 @@ void bind_store(nb::module_& m) {
           "remove",
           [](const StoreHandle& self, const nb::list& keys) {
             const std::vector<Key> all = to_keys(keys);
-            const nb::gil_scoped_release release;
+            const GilReleased release;
             return self->remove(all);
           },
           nb::arg("keys"))
@@ -333,7 +334,7 @@ void bind_store(nb::module_& m) {
            [](const StoreHandle& self) {
              StoreMetrics metrics;
              {
-               const nb::gil_scoped_release release;
+               const GilReleased release;
                metrics = self->metrics();
              }
              nb::dict out;
@@ -346,7 +347,7 @@ void bind_store(nb::module_& m) {
            })
       .def(
           "flush", [](const StoreHandle& self, double seconds) { return self->flush(to_time(seconds)); },
-          nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("seconds"), nb::call_guard<GilReleased>())
       .def(
-          "close", [](const StoreHandle& self) { self->close(); }, nb::call_guard<nb::gil_scoped_release>());
+          "close", [](const StoreHandle& self) { self->close(); }, nb::call_guard<GilReleased>());
 }
