@@ -285,6 +285,29 @@ TEST_P(StoreOver, BadInputIsAnError) {
   EXPECT_EQ(store.lookup_prefix(names), 0);
 }
 
+TEST_P(StoreOver, AClosedStoreDoesNothing) {
+  const std::vector<TierPtr> all = tiers();
+  Store store(all, Namespace(fields()));
+  Memory src(Layout("KV B N H D", geometry()), 8);
+  const std::vector<Key> names = keys(0, 2);
+  ASSERT_EQ(store.put(names, src.cache(), iota(0, 2)).wait(), std::vector<Outcome>(2, Outcome::kOk));
+  store.close();
+  EXPECT_EQ(store.put(keys(2, 1), src.cache(), iota(0, 1)).wait(), std::vector<Outcome>(1, Outcome::kRefused));
+  EXPECT_EQ(store.get(names, src.cache(), iota(0, 2)).wait(), std::vector<Outcome>(2, Outcome::kRefused));
+  EXPECT_THROW(store.remove(names), Error);
+  EXPECT_THROW(store.pin(names), Error);
+  EXPECT_THROW(store.lookup(names), Error);
+  EXPECT_THROW(store.lookup(names, {}, false), Error);
+  EXPECT_THROW(store.lookup_prefix(names), Error);
+  EXPECT_THROW(store.take_gone(), Error);
+  EXPECT_TRUE(store.flush(1s));
+  EXPECT_EQ(store.metrics().counters.at("put_refused"), 1U);
+  store.close();
+  // Another one over the same tiers still has all.
+  Store next(all, Namespace(fields()));
+  EXPECT_EQ(next.lookup(keys(0, 3)), (std::vector<bool>{true, true, false}));
+}
+
 TEST_P(StoreOver, AfterAndDeadline) {
   Store store(tiers(), Namespace(fields()));
   Memory src(Layout("KV B N H D", geometry()), 8);

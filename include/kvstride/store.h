@@ -204,7 +204,8 @@ class Store {
   /// Waits until nothing is under way any more, so that what was put is in all tiers that took it, or `time` is over;
   /// whether nothing is.
   bool flush(std::chrono::nanoseconds time);
-  /// Refuses what has not started and waits for the rest, at most until the deadlines. Later requests are refused.
+  /// Refuses what has not started and waits for the rest, at most until the deadlines. Then requests are refused;
+  /// lookups, pin, remove and take_gone throw Error(kStore); metrics and flush answer.
   void close();
 
  private:

@@ -383,6 +383,7 @@ class Store(_OfProcess):
     def close(self) -> None:
         """Refuse what has not started, wait for the rest (at most until the deadlines), and refuse later requests.
 
+        Then `lookup`, `lookup_prefix`, `pin`, `remove` and `take_gone` raise StoreError; `metrics` and `flush` answer.
         Whoever closes it while another thread does waits, too. Does nothing in a forked child.
         """
         if not hasattr(self, "_core") or os.getpid() != self._pid:

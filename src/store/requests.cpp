@@ -79,6 +79,11 @@ void StoreImpl::check_process() const {
   throw Error(ErrorCode::kStore, fmt::format("Store: it belongs to process {}; open one after the fork", pid_));
 }
 
+void StoreImpl::check_open(const char* verb) const {
+  check_process();
+  if (closed_) throw Error(ErrorCode::kStore, fmt::format("{}: the store is closed", verb));
+}
+
 std::shared_ptr<JobState> StoreImpl::job(Verb verb, std::span<const Key> keys, const RequestOptions& options) const {
   auto out = std::make_shared<JobState>(keys.size());
   out->verb = verb;

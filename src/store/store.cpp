@@ -12,7 +12,7 @@ namespace kvstride::store {
 
 std::size_t StoreImpl::lookup(std::span<const Key> keys, Heads heads, bool prefix, bool may_ask,
                               std::vector<std::uint8_t>& out) {
-  check_process();
+  check_open(prefix ? "lookup_prefix" : "lookup");
   out.assign(keys.size(), 0);
   std::size_t leading = 0;
   std::vector<std::uint8_t> one(keys.size());
@@ -208,7 +208,7 @@ std::int64_t Store::lookup_prefix(std::span<const Key> keys, std::optional<Range
 }
 
 Pins Store::pin(std::span<const Key> keys) {
-  impl_->check_process();
+  impl_->check_open("pin");
   auto out = std::make_unique<store::PinsImpl>();
   out->tiers = impl_->tiers_;
   for (const Key& key : keys) {
@@ -225,7 +225,7 @@ Pins Store::pin(std::span<const Key> keys) {
 }
 
 std::int64_t Store::remove(std::span<const Key> keys) {
-  impl_->check_process();
+  impl_->check_open("remove");
   std::int64_t removed = 0;
   for (const Key& key : keys) {
     bool there = false;
@@ -238,7 +238,7 @@ std::int64_t Store::remove(std::span<const Key> keys) {
 }
 
 std::vector<Key> Store::take_gone() {
-  impl_->check_process();
+  impl_->check_open("take_gone");
   std::vector<Key> out;
   for (std::size_t i = 0; i < impl_->tiers_.size(); ++i) {
     for (Key& key : impl_->tiers_[i]->take_gone(impl_->numbers_[i])) out.push_back(std::move(key));

@@ -114,6 +114,8 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   void close();
   /// Throws Error(kStore) in a forked child.
   void check_process() const;
+  /// Throws Error(kStore) there, and after close().
+  void check_open(const char* verb) const;
   void count(Tally tally, std::uint64_t by = 1) {
     tallies_[static_cast<std::size_t>(tally)].fetch_add(by, std::memory_order_relaxed);
   }
@@ -175,8 +177,8 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   std::deque<Task> starved_;  // no memory was free; the eldest is tried now and then
   Clock::time_point starved_until_{};
   std::multimap<Clock::time_point, std::weak_ptr<JobState>> jobs_;
-  std::size_t under_way_ = 0;  // puts and gets between begin and their last step
-  bool closed_ = false;
+  std::size_t under_way_ = 0;        // puts and gets between begin and their last step
+  std::atomic<bool> closed_{false};  // changes under the lock
   bool stop_ = false;
   bool ended_ = false;  // all of close() is done
   std::vector<std::thread> threads_;
