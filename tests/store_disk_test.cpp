@@ -99,6 +99,78 @@ TEST_F(StoreDisk, ARealDiskRunsFull) {
   });
 }
 
+/// What is there is read, whatever else is missing; where nothing is there, a store would never be of use.
+TEST_F(StoreDisk, OpenedOnAFullDisk) {
+  with_mounts([&] {
+    const std::string disk = scratch.path("disk");
+    fs::create_directory(disk);
+    if (::mount("none", disk.c_str(), "tmpfs", 0, "size=16m,mode=700") != 0) return kNoRights;
+    const std::string store = disk + "/store";
+    const auto options = small_tier(store);
+    { Client({directory_tier(options)}).put(range(0, 20)); }
+    fill_up(disk + "/other");
+    {
+      const TierPtr tier = directory_tier(options);
+      Client client({tier});
+      EXPECT_EQ(client.get(range(0, 20)), all(Outcome::kOk, 20));
+      EXPECT_EQ(tier->metrics().detail.find("read-only"), std::string::npos);
+      // Eviction makes room, or somebody else does.
+      fs::remove(disk + "/other");
+      EXPECT_TRUE(soon([&] { return client.put({100}) == all(Outcome::kOk, 1); })) << told(tier);
+      expect_at_rest(store, tier);
+    }
+    fs::remove(store + "/ledger");
+    fill_up(disk + "/other");
+    {
+      const TierPtr tier = directory_tier(options);
+      Client client({tier});
+      EXPECT_EQ(client.get(range(0, 20)), all(Outcome::kOk, 20));
+      EXPECT_EQ(client.put({200}), all(Outcome::kRefused, 1));
+      EXPECT_NE(tier->metrics().detail.find("read-only: the disk was full"), std::string::npos) << told(tier);
+    }
+    const auto error_of = [](const DirectoryTierOptions& tried) -> std::string {
+      try {
+        directory_tier(tried);
+      } catch (const Error& error) {
+        return error.what();
+      }
+      return "";
+    };
+    const std::string error = error_of(small_tier(disk + "/new"));
+    EXPECT_NE(error.find(disk + "/new"), std::string::npos) << error;
+    EXPECT_NE(error.find("no room"), std::string::npos) << error;
+    fs::remove(disk + "/other");
+    for (const std::string& path : {store, disk + "/new"}) {
+      const TierPtr tier = directory_tier(small_tier(path));
+      EXPECT_EQ(Client({tier}).put({300}), all(Outcome::kOk, 1));
+      expect_at_rest(path, tier);
+    }
+    return 0;
+  });
+}
+
+/// The folder for files on their way was removed, and there is no room for another one.
+TEST_F(StoreDisk, NoRoomForAFolder) {
+  { Client({directory_tier(small_tier(root))}).put(range(0, 20)); }
+  for (const char* folder : {"/tmp", "/quarantine"}) {
+    for (const int error : {ENOSPC, EDQUOT}) {
+      fs::remove(root + folder);
+      const auto io = std::make_shared<FaultIo>();
+      io->set({.calls = kMkdir, .error = error});
+      const TierPtr tier = store::make_directory_tier(small_tier(root), io);
+      Client client({tier});
+      EXPECT_EQ(client.get(range(0, 20)), all(Outcome::kOk, 20));
+      EXPECT_EQ(client.put({100}), all(Outcome::kRefused, 1));
+      EXPECT_NE(tier->metrics().detail.find("read-only: the disk was full"), std::string::npos) << told(tier);
+    }
+    fs::create_directory(root + folder);
+  }
+  fs::remove(root + "/tmp");
+  const TierPtr tier = directory_tier(small_tier(root));
+  EXPECT_EQ(Client({tier}).put({100}), all(Outcome::kOk, 1));
+  expect_at_rest(root, tier);
+}
+
 TEST_F(StoreDisk, AReserveStaysFree) {
   with_mounts([&] {
     const std::string disk = scratch.path("disk");

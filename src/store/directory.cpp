@@ -29,7 +29,6 @@ std::size_t hash_of(const Key& key) {
 bool lasting(int error) {
   return error == -EACCES || error == -EPERM || error == -EROFS || error == -ENOTDIR || error == -EISDIR;
 }
-bool no_space(int error) { return error == -ENOSPC || error == -EDQUOT; }
 
 }  // namespace
 
@@ -69,10 +68,19 @@ Directory::Directory(std::shared_ptr<Io> io, Options options, Counters& counters
     Ledger::Options account;
     account.max_bytes = options_.max_bytes;
     if (options_.group) account.mode = 0660;
-    ledger_ = std::make_unique<Ledger>(io_, folders_.root(), account);
-    direct_ = can_be_direct(*io_, folders_.root());
+    try {
+      ledger_ = std::make_unique<Ledger>(io_, folders_.root(), account);
+    } catch (const NoRoom&) {
+      folders_.set_full();
+    }
   }
+  if (!read_only()) direct_ = can_be_direct(*io_, folders_.root());
   count_files(ledger_ && ledger_->begin_count() == Ledger::Count::kMine);
+  if (folders_.full() && index_.size() == 0) {
+    throw Error(
+        ErrorCode::kStore,
+        fmt::format("DirectoryTier: '{}': no store is there, and the disk has no room for a new one", options_.path));
+  }
 }
 
 Directory::~Directory() {

@@ -80,16 +80,21 @@ class Directory {
   std::int64_t num_pieces() const;
   std::size_t index_memory() const;
   bool read_only() const { return folders_.read_only(); }
+  bool full() const { return folders_.full(); }
   bool direct() const { return direct_; }
   /// Nothing can be written: the account was removed, or others took this process for dead, and it cannot be had again.
   bool lost() const { return ledger_ && ledger_->lost(); }
 
   // --- With the file system.
 
-  /// Asks it about keys, in their order; with `prefix` up to the first that it has not. Whether anything was found.
+  /// Asks it about keys, in their order; with `prefix` up to the first that it has not. Whether any of them is known
+  /// now, by this call or by another one meanwhile.
   bool probe(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix);
   /// Takes a piece out of the index; the file stays. Whether it was in it.
   bool forget(const PieceId& id);
+  /// The file of a piece has another length than was known: a replaced or a damaged one. It stays known, so that
+  /// nobody misses it, unless it is none that can be read.
+  void other_length(const PieceId& id, std::int64_t bytes);
   /// An open file and its bytes, or −errno. What is gone, or is no file of ours, is forgotten.
   int open_piece(const PieceId& id, std::int64_t& bytes);
   /// After a read: it is among the last used, here and in the file's times.

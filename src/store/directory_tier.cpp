@@ -78,6 +78,7 @@ class DirectoryTier final : public Tier {
     out.tier = kind();
     out.detail = fmt::format("{}, {}", disk_->options_.path, disk_->engine());
     if (disk_->directory_.read_only()) out.detail += ", read-only";
+    if (disk_->directory_.full()) out.detail += ": the disk was full when it was opened";
     if (disk_->directory_.lost()) out.detail += ", its account is lost: nothing can be written";
     out.capacity_bytes = disk_->options_.max_bytes;
     out.used_bytes = disk_->directory_.used_bytes();

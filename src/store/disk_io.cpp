@@ -208,7 +208,8 @@ bool DiskThreads::moved(Operation& operation, const Transfer& transfer) {
       operation.read ? end_read(operation, Outcome::kOk) : end_write(operation, Outcome::kOk);
       return false;
     }
-    if (operation.write && (transfer.result == -ENOSPC || transfer.result == -EDQUOT) && !operation.retried) {
+    const bool full = no_space(static_cast<int>(transfer.result));
+    if (operation.write && full && !operation.retried) {
       operation.retried = true;
       if (directory_.make_space(operation.bytes)) {
         range = {0, operation.bytes};
@@ -219,7 +220,6 @@ bool DiskThreads::moved(Operation& operation, const Transfer& transfer) {
       if (transfer.result < 0) counters_.add(Count::kIoErrors);
       end_read(operation, transfer.result == 0 ? Outcome::kCorrupt : Outcome::kIoError);
     } else {
-      const bool full = transfer.result == -ENOSPC || transfer.result == -EDQUOT;
       counters_.add(full ? Count::kNoSpace : Count::kIoErrors);
       end_write(operation, full ? Outcome::kRefused : Outcome::kIoError);
     }

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 
 #include "kvstride/error.h"
@@ -19,6 +20,17 @@ constexpr std::size_t kHeadsDigits = 8;
 
 Error failed(const std::string& path, const char* what, int error) {
   return Error(ErrorCode::kStore, fmt::format("DirectoryTier: '{}': {}: {}", path, what, std::strerror(-error)));
+}
+
+/// Bytes of the longest name in a path.
+std::size_t longest_name(std::string_view path) {
+  std::size_t longest = 0;
+  std::size_t name = 0;
+  for (const char c : path) {
+    name = c == '/' ? 0 : name + 1;
+    longest = std::max(longest, name);
+  }
+  return longest;
 }
 
 }  // namespace
@@ -55,6 +67,13 @@ Folders::Folders(std::shared_ptr<Io> io, const std::string& given, bool group) :
   while (path.size() > 1 && path.back() == '/') path.pop_back();
   if (path.empty()) throw Error(ErrorCode::kArgument, "DirectoryTier: path is empty");
   if (path.find('\0') != std::string::npos) throw Error(ErrorCode::kArgument, "DirectoryTier: path holds a NUL");
+  const std::size_t longest = longest_name(path);
+  if (path.size() >= PATH_MAX || longest > NAME_MAX) {  // before some of it is made
+    throw Error(ErrorCode::kStore,
+                fmt::format("DirectoryTier: path '{:.40}…' is too long: {} bytes of at most {}, the longest name in it "
+                            "{} of at most {}",
+                            path, path.size(), PATH_MAX - 1, longest, NAME_MAX));
+  }
   const auto slash = path.rfind('/');
   const std::string parent = slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);
   const std::string name = path == "/" ? "." : slash == std::string::npos ? path : path.substr(slash + 1);
@@ -78,6 +97,10 @@ Folders::Folders(std::shared_ptr<Io> io, const std::string& given, bool group) :
   struct statvfs disk;
   read_only_ = (io_->statvfs(root(), disk) == 0 && (disk.f_flag & ST_RDONLY) != 0) || denied(tmp_.fd());
   if (read_only_ || (tmp_.fd() >= 0 && quarantine_.fd() >= 0)) return;
+  if (no_space(tmp_.fd()) || no_space(quarantine_.fd())) {
+    set_full();
+    return;
+  }
   throw failed(path, "its folders tmp and quarantine cannot be used", tmp_.fd() < 0 ? tmp_.fd() : quarantine_.fd());
 }
 

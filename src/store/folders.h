@@ -64,6 +64,9 @@ class Folders {
   Folder tmp() const;
   Folder quarantine() const;
   bool read_only() const { return read_only_; }
+  /// Read-only because there was no room for what a writer needs.
+  bool full() const { return full_; }
+  void set_full() { read_only_ = full_ = true; }
   mode_t file_mode() const { return group_ ? 0660 : 0600; }
   bool ours(const struct stat& stat) const;
 
@@ -91,6 +94,7 @@ class Folders {
   const std::shared_ptr<Io> io_;
   const bool group_;
   bool read_only_ = false;
+  bool full_ = false;
   Folder root_;
   mutable std::mutex mutex_;  ///< held over no I/O
   Folder tmp_;

@@ -29,6 +29,9 @@ auto retry(const Call& call) {
   }
 }
 
+/// Whether a call found no room on the file system, or within the user's quota.
+constexpr bool no_space(int error) { return error == -ENOSPC || error == -EDQUOT; }
+
 /// Calls as in their manual pages, but results are values or −errno. EINTR is passed on: callers `retry`. Thread-safe.
 /// `at` is a directory's descriptor; names have one component and links are never followed. `open` waits for the other
 /// end of a FIFO that somebody put into the directory: O_NONBLOCK prevents it and changes nothing for regular files.

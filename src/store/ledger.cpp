@@ -45,6 +45,12 @@ std::uint64_t random_number() {
 std::string text_of(std::uint64_t token) { return fmt::format("{:016x}", token); }
 
 [[noreturn]] void fail(const std::string& what) { throw Error(ErrorCode::kStore, "ledger: " + what); }
+/// A call that cannot be done without.
+[[noreturn]] void fail(const char* call, int error) {
+  const std::string what = fmt::format("ledger: {}: {}", call, std::strerror(-error));
+  if (no_space(error)) throw NoRoom(ErrorCode::kStore, what);
+  throw Error(ErrorCode::kStore, what);
+}
 
 /// How often this process was forked off from others with ledgers.
 std::atomic<int> forks{0};
@@ -152,7 +158,7 @@ void Ledger::open_file(int dir_fd, mode_t mode) {
   // Not blocking: somebody may have put a FIFO there.
   fd_ = retry([&] { return io_->open(dir_fd, kName, O_RDWR | O_CREAT | O_NONBLOCK, mode); });
   if (fd_ == -ELOOP) fail("a symbolic link, refused");
-  if (fd_ < 0) fail(fmt::format("open: {}", std::strerror(-fd_)));
+  if (fd_ < 0) fail("open", fd_);
   std::string why;
   struct stat now {};
   if (const int got = retry([&] { return io_->stat_fd(fd_, now); }); got < 0) {
@@ -201,7 +207,7 @@ void Ledger::take_slot() {
   record.max_bytes = options_.max_bytes;
   local_.count = record.count;
   local_.counting = count_under_way(record);
-  if (!write_record(record)) fail("write: no room, or an input/output error");
+  if (const int error = write_record(record); error < 0) fail("write", error);
   io_->unlock(fd_, 0, kRecordBytes);
 }
 
@@ -240,18 +246,18 @@ bool Ledger::read_record(LedgerRecord& record) {
   return true;
 }
 
-/// A write that fails half-way leaves a record that nobody takes for whole.
-bool Ledger::write_record(LedgerRecord& record) {
+/// 0 or −errno. A write that fails half-way leaves a record that nobody takes for whole.
+int Ledger::write_record(LedgerRecord& record) {
   record.checksum = record.sum();
   for (std::size_t done = 0; done < sizeof(record);) {
     const auto put = retry([&] {
       return io_->pwrite(fd_, reinterpret_cast<const char*>(&record) + done, sizeof(record) - done,
                          static_cast<std::int64_t>(done));
     });
-    if (put <= 0) return false;
+    if (put <= 0) return put < 0 ? static_cast<int>(put) : -EIO;
     done += static_cast<std::size_t>(put);
   }
-  return true;
+  return 0;
 }
 
 /// What cannot be told counts as alive.
@@ -383,7 +389,7 @@ bool Ledger::with_record(bool patient, const std::function<void(LedgerRecord&)>&
   look(record, since);
   use(record);
   put(record);
-  if (std::memcmp(&read, &record, sizeof(record)) == 0 || write_record(record)) return true;
+  if (std::memcmp(&read, &record, sizeof(record)) == 0 || write_record(record) == 0) return true;
   local_ = before;
   local_.sure_until = {};
   return false;

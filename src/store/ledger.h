@@ -14,11 +14,18 @@
 #include <string>
 #include <vector>
 
+#include "kvstride/error.h"
 #include "store/io.h"
 
 namespace kvstride::store {
 
 struct LedgerRecord;
+
+/// Error(kStore): the file system is full, and the account is not there yet.
+class NoRoom : public Error {
+ public:
+  using Error::Error;
+};
 
 /// A file `ledger` in the directory: bytes in files (temporaries included) never exceed used + what is reserved, and
 /// that never exceeds max_bytes. One object a process and directory; thread-safe. No lock is held over other I/O, and
@@ -46,7 +53,8 @@ class Ledger {
     mode_t mode = 0600;  ///< with bits for the group: files of other users are taken, too
   };
   /// Opens or makes the file and takes a free slot (a byte-range lock of its own tells others that this process lives).
-  /// Throws Error(kStore): no locks on this file system, another owner, a link, all 60 slots taken, a lock not got.
+  /// Throws Error(kStore): no locks on this file system, another owner, a link, all 60 slots taken, a lock not got; and
+  /// NoRoom.
   Ledger(std::shared_ptr<Io> io, int dir_fd, const Options& options);
   /// Gives the slot and what it has reserved back, but for what was abandoned.
   ~Ledger();
@@ -148,7 +156,7 @@ class Ledger {
   void take_slot();
   int lock_record(bool patient);
   bool read_record(LedgerRecord& record);
-  bool write_record(LedgerRecord& record);
+  int write_record(LedgerRecord& record);
   bool lives(std::size_t slot);
   static bool all_told(const LedgerRecord& record);
   void rebuild(LedgerRecord& record);
