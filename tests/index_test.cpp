@@ -434,6 +434,21 @@ TEST(Index, SizesCountInPagesNotInEntries) {
   EXPECT_EQ(index.victim(), small[0]);
 }
 
+TEST(Index, ANewSizeCountsAndThePlaceStays) {
+  for (const Policy policy : {Policy::kLru, Policy::kS3Fifo}) {
+    Index index(policy);
+    const Slot first = index.insert({0, long_key(1), {}}, {7, 3});
+    index.insert({0, long_key(2), {}}, {8, 4});
+    index.resize(first, 10);
+    EXPECT_EQ(index.num_pages(), 14U);
+    EXPECT_EQ(index.held(first).pages, 10U);
+    EXPECT_EQ(index.held(first).place, 7U);
+    EXPECT_EQ(index.victim(), first);
+    index.remove(first, true);
+    EXPECT_EQ(index.num_pages(), 4U);
+  }
+}
+
 TEST(Index, BatchesSayWhatSingleCallsSay) {
   Index index(Policy::kS3Fifo);
   std::vector<Key> keys;

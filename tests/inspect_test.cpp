@@ -984,6 +984,48 @@ TEST_F(ReorderTest, BesideAProcessThatKnowsTheOldFiles) {
   EXPECT_EQ(store.metrics().counters.at("get_corrupt"), 0U);
 }
 
+// Files are replaced by longer and shorter ones all the time: nobody misses one, or takes it for gone.
+TEST_F(ReorderTest, NobodyMissesWhatIsReplaced) {
+  constexpr int kChunks = 4;
+  Memory memory(Layout("KV B N H D", geometry()), 1);
+  const TierPtr living = tier();
+  kvstride::Store store({living}, Namespace(fields()));
+  const std::vector<Key> all = keys(0, kChunks);
+  ASSERT_EQ(store.put(all, memory.cache(), first_blocks(kChunks)).wait(), std::vector<Outcome>(kChunks, Outcome::kOk));
+  store.take_gone();
+  const StoreFolder outside = folder();
+  const SpaceFolder space(outside, Namespace(fields()).hex());
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> readers;
+  for (int reader = 0; reader < 3; ++reader) {
+    readers.emplace_back([&, reader] {
+      Memory read(Layout("B H N KV D", geometry()), 5);
+      while (!stop) {
+        if (reader == 0) {
+          EXPECT_EQ(store.lookup(all, {}, false), std::vector<bool>(kChunks, true));
+          EXPECT_EQ(store.lookup_prefix(all), kChunks);
+        } else {
+          EXPECT_EQ(store.get(all, read.cache(), first_blocks(kChunks)).wait(),
+                    std::vector<Outcome>(kChunks, Outcome::kOk));
+        }
+      }
+      if (reader == 0) return;
+      Memory expected = read;
+      test::convert(memory, expected, {{0, 0}, {1, 1}, {2, 2}, {3, 3}});
+      EXPECT_EQ(read.buffers, expected.buffers);
+    });
+  }
+  StoreEditor editor(outside);
+  for (int round = 0; round < 100; ++round) {
+    Reorderer reorderer(space, round % 2 == 0 ? "L N H KV@64 D" : "H L KV N D", &editor);
+    for (const ChunkFile& file : files_of(space)) EXPECT_EQ(reorderer.reorder(file).state, Reorderer::State::kDone);
+  }
+  stop = true;
+  for (std::thread& reader : readers) reader.join();
+  EXPECT_TRUE(store.take_gone().empty());
+  EXPECT_TRUE(outside.quarantine().empty());
+}
+
 // A child does it and ends, as if killed, at one call after the other. Each file is the old or the new one; the next
 // process settles the rest.
 class KilledReorder : public ReorderTest, public testing::WithParamInterface<bool> {};

@@ -186,6 +186,15 @@ bool Directory::forget(const PieceId& id) {
   return lose(id);
 }
 
+void Directory::other_length(const PieceId& id, std::int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  if (!sound_length(bytes) || bytes > options_.largest) {
+    lose(id);
+  } else if (const Slot slot = index_.find(id); slot != kNoSlot) {
+    index_.resize(slot, static_cast<std::uint32_t>(bytes / kPage));
+  }
+}
+
 /// `used` in seconds. Whether it is known now: not where it is about to go, or may have gone since num_gone() was
 /// `seen`. Who found a file by looking at the directory says so.
 bool Directory::insert(const PieceId& id, std::int64_t bytes, std::int64_t used, bool read,
@@ -356,8 +365,8 @@ bool Directory::probe(std::uint32_t space, std::span<const Key> keys, Heads head
         known = insert(id, stat.st_size, stat.st_atim.tv_sec, false, seen);
       }
       here = here || known;
-      found = found || known;
     }
+    found = found || here;
     if (!here && prefix) break;
   }
   return found;

@@ -162,11 +162,11 @@ void DiskThreads::begin_read(Operation& operation) {
     return end_read(operation, gone ? Outcome::kMiss : Outcome::kIoError);
   }
   if (operation.bytes < kPage || operation.bytes % kPage != 0) return end_read(operation, Outcome::kCorrupt);
-  // Another length than the index has: damaged, or in another order (`kvstride store convert`). Whoever asks again, and
-  // for all of it, will see.
+  // Another length than the index had: damaged, or in another order (`kvstride store convert`). Whoever asks again,
+  // and for all of it, will see.
   const std::int64_t needed = request.ranges.empty() ? 0 : request.ranges.back().end;
   if (operation.bytes > request.into->bytes() || operation.bytes < needed) {
-    directory_.forget(request.id);
+    directory_.other_length(request.id, operation.bytes);
     return end_read(operation, Outcome::kMiss);
   }
   operation.ranges = request.ranges;

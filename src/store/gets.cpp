@@ -9,6 +9,11 @@
 #include "store/store_impl.h"
 
 namespace kvstride::store {
+namespace {
+
+constexpr int kMostLooks = 8;  ///< at files of other lengths than were known, in one get
+
+}  // namespace
 
 /// Pieces of all tiers that together have the heads that are wanted, upper tiers first; false where there are none.
 bool StoreImpl::choose(Fetch& fetch) {
@@ -200,8 +205,10 @@ void StoreImpl::finish_get(const std::shared_ptr<Fetch>& fetch) {
         case Outcome::kTimeout: fetch->saw_timeout = true; break;
         case Outcome::kRefused: fetch->saw_refusal = true; break;
         case Outcome::kMiss:
-          if (reading.result.bytes > 0 && !fetch->other_length) {
-            fetch->other_length = fetch->everything = again = true;
+          // Replaced meanwhile; who replaces files all the time is not followed for ever.
+          if (reading.result.bytes > 0 && fetch->other_lengths < kMostLooks) {
+            ++fetch->other_lengths;
+            fetch->everything = again = true;
             continue;
           }
           count(Tally::kMissVanished);

@@ -182,6 +182,11 @@ class Index::Impl {
     }
   }
 
+  void resize(Slot slot, std::uint32_t pages) {
+    queue_of(entries_.node(slot)).resize(entries_[slot].held.pages, pages);
+    entries_[slot].held.pages = pages;
+  }
+
   Slot victim(const std::function<bool(Slot)>& skip) {
     if (pinned_ == size()) return kNoSlot;
     const bool small_first = small_.pages() * 10 >= num_pages();
@@ -323,6 +328,7 @@ Slot Index::find(const PieceId& id) const {
 Slot Index::insert(const PieceId& id, Held held, bool used) { return impl_->insert(id, held, used); }
 void Index::remove(Slot slot, bool remember) { impl_->remove(slot, remember); }
 void Index::touch(Slot slot) { impl_->touch(slot); }
+void Index::resize(Slot slot, std::uint32_t pages) { impl_->resize(slot, pages); }
 Slot Index::victim(const std::function<bool(Slot)>& skip) { return impl_->victim(skip); }
 
 void Index::pin(Slot slot) { impl_->pin(slot); }

@@ -43,7 +43,7 @@ inline constexpr Slot kNoSlot = ~Slot{0};
 /// What the caller keeps with an entry.
 struct Held {
   std::uint64_t place = 0;  ///< arena offset, or time of last use
-  std::uint32_t pages = 0;  ///< size in units of 4 KiB: what eviction counts. Stays as inserted
+  std::uint32_t pages = 0;  ///< size in units of 4 KiB: what eviction counts. resize() changes it
 };
 
 /// Hash table and eviction queues. Not thread-safe: the tier has a lock. At a million entries each costs 94
@@ -85,6 +85,8 @@ class Index {
   void remove(Slot slot, bool remember);
   /// A hit.
   void touch(Slot slot);
+  /// The entry has so many pages now; its place in the queue stays.
+  void resize(Slot slot, std::uint32_t pages);
 
   /// The entry that the policy lets go next, moved on past pinned ones; kNoSlot where all are pinned or none is there.
   /// It stays until remove(). `skip` (if given) says of an unpinned candidate that it shall be kept for now; it is then

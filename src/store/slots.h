@@ -84,6 +84,8 @@ class Queue {
     --size_;
     pages_ -= pages;
   }
+  /// An entry of the queue has other pages than it had.
+  void resize(std::uint32_t before, std::uint32_t after) { pages_ = pages_ - before + after; }
   template <typename Value, typename Node>
   void to_head(Slots<Value, Node>& slots, Slot slot) {
     if (slot == head_) return;

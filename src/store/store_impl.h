@@ -58,7 +58,7 @@ struct Fetch {
   bool saw_timeout = false;
   bool saw_refusal = false;
   bool everything = false;                             ///< read whole images: a header was not the expected one
-  bool other_length = false;                           ///< a file had another length than was known
+  int other_lengths = 0;                               ///< how often a file had another length than was known
   std::vector<std::pair<std::size_t, Heads>> refused;  ///< pieces that failed before
 };
 
