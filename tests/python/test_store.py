@@ -634,6 +634,38 @@ def test_the_example_reads_every_file(tmp_path):
     assert (arrays["key"][:, 1].transpose(1, 0, 2) == src.key(1)[5][:, 2:5]).all()
 
 
+def test_the_example_reads_files_of_every_kind(tmp_path):
+    """Planes without heads, some without and some with, raw bytes."""
+    read_chunk = reader()
+    tier = kv.DirectoryTier(tmp_path, 16 << 20, keep_free=0)
+    sizes = {"num_layers": LAYERS, "num_blocks": 4, "block_size": BLOCK, "num_kv_heads": 2, "head_size": 64}
+    random = np.random.default_rng(3)
+    for order, planes in (
+        ("B N {latent: D[64], rope: D[16]}", {"latent": "bf16[64]", "rope": "bf16[16]"}),
+        ("B {key: N H D, index: N D[8] i8}", {"key": "bf16", "index": "i8[8]"}),
+    ):
+        layout = kv.layout(order, kv.Geometry(**sizes))
+        made = [random.integers(0, 256, layout.num_bytes, dtype=np.uint8) for _ in range(LAYERS)]
+        src = kv.Cache(made, layout)
+        space = namespace(planes=planes, num_kv_heads=2, head_size=64)
+        with kv.Store(tier, namespace=space) as store:
+            assert store.put(keys(1), src, [2]).wait() == ["ok"]
+        (path,) = (tmp_path / space.hex).glob("?/*")
+        text, key, _, _, arrays = read_chunk(path)
+        assert (text, key, set(arrays)) == (space.text, keys(1)[0].bytes, set(planes))
+        for layer in range(LAYERS):
+            for plane, array in arrays.items():
+                if plane == "key":  # [head, layer, token, dim]
+                    assert (array[:, layer].transpose(1, 0, 2) == src.key(layer)[2]).all()
+                else:  # [layer, token, dim]
+                    assert (array[layer] == src.plane(layer, plane)[2].reshape(BLOCK, -1)).all()
+    space = namespace(raw="state of rank 0")
+    with kv.Store(tier, namespace=space) as store:
+        assert store.put_bytes(keys(1), [bytes(range(250)) * 40]).wait() == ["ok"]
+    (path,) = (tmp_path / space.hex).glob("?/*")
+    assert read_chunk(path)[4]["raw"].tobytes() == bytes(range(250)) * 40
+
+
 def test_c86_a_file_is_its_header_and_payload(tmp_path):
     sizes = {"num_layers": LAYERS, "num_blocks": 4, "block_size": BLOCK, "num_kv_heads": 1, "head_size": 64}
     layout = kv.layout("B N {latent: D[64], rope: D[16]}", kv.Geometry(**sizes))
