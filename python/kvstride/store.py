@@ -250,9 +250,11 @@ class Store(_OfProcess):
 
         `blocks` has block_size / cache.block_size neighbouring ids for each key. `heads` is (cache first, stored first,
         count) where the cache has some of the namespace's heads. `after` is an event (`threading.Event`, `torch.Event`,
-        a future, a function that answers True): nothing is read before it; None means that the bytes are ready. The
-        blocks must not change until the job is done; ids are copied. Raises for what is wrong whatever the store holds
-        (LayoutError, DTypeError, BlockIndexError, ArgumentError); everything else is an outcome.
+        a future, a function that answers True): nothing is read before it; None means that the bytes are ready. Events
+        are first asked here; functions only by a thread of ours, one after the other, so that a slow one keeps other
+        functions waiting and not the caller. The blocks must not change until the job is done; ids are copied. Raises
+        for what is wrong whatever the store holds (LayoutError, DTypeError, BlockIndexError, ArgumentError); everything
+        else is an outcome.
         """
         return self._transfer("put", keys, cache, blocks, heads, after, deadline)
 
@@ -332,7 +334,8 @@ class Store(_OfProcess):
                 self._live.pop(job, None)
             raise
         if gate is not None:
-            _WATCHER.add(gate, ready, job)
+            # A function may take its time: the caller shall not wait for it.
+            _WATCHER.add(gate, ready, job, ask=ready is not after)
         return job
 
     def lookup(
@@ -445,8 +448,9 @@ class _Watcher:
                 raise StoreError(f"after: no thread can be made: {error}") from None
             self._pid = os.getpid()
 
-    def add(self, gate: _core.Gate, ready: Any, job: Job) -> None:
-        if self._ask(gate, ready, job):
+    def add(self, gate: _core.Gate, ready: Any, job: Job, *, ask: bool) -> None:
+        """Open the gate when `ready` says so. `ask`: the first time here and now, else by the thread only."""
+        if ask and self._ask(gate, ready, job):
             return
         with self._changed:
             self._waiting.append((gate, ready, job))

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import typing
 import weakref
 from concurrent.futures import Future
 from pathlib import Path
@@ -153,6 +154,71 @@ def test_an_event_that_raises_refuses_the_chunks():
         job = store.put(keys(2), cache(), [0, 1], after=lambda: 1 / 0)
         assert job.wait() == ["refused", "refused"]
         assert isinstance(job.error, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("kind", ["function", "event", "future"])
+def test_a_slow_function_does_not_hold_up_the_caller(kind):
+    """Events answer at once, and are asked at once; what a function does nobody knows."""
+    threads, wait = [], threading.Event()
+
+    class Event:
+        def is_set(self):
+            threads.append(threading.current_thread())
+            return True
+
+    def slow():
+        threads.append(threading.current_thread())
+        return wait.wait(60)
+
+    future = Future()
+    future.set_result(None)
+    after = {"function": slow, "event": Event(), "future": future}[kind]
+    with kv.Store(kv.HostTier(1 << 20), namespace=namespace()) as store:
+        job = store.put(keys(1), cache(), [0], after=after)
+        assert not (kind == "function" and job.done)
+        wait.set()
+        assert job.wait() == ["ok"]
+    asked_here = threading.current_thread() in threads
+    assert asked_here == (kind == "event")
+
+
+def test_a_number_of_bytes_may_be_a_float():
+    """As type checkers see it, too."""
+    for tier, name in (
+        (kv.HostTier, "num_bytes"),
+        (kv.DirectoryTier, "max_bytes"),
+        (kv.DirectoryTier, "staging_bytes"),
+    ):
+        assert float in typing.get_args(typing.get_type_hints(tier.__init__)[name])
+    assert kv.HostTier(1e6).metrics()["capacity_bytes"] == 999424  # the whole pages in it
+    with pytest.raises(kv.DTypeError, match=r"num_bytes is 1000000\.5"):
+        kv.HostTier(1000000.5)
+
+
+def test_a_closed_store_does_nothing(tmp_path):
+    store = kv.Store(kv.DirectoryTier(tmp_path, 16 << 20, keep_free=0), namespace=namespace())
+    assert store.put(keys(1), cache(), [0]).wait() == ["ok"]
+    store.close()
+    for verb in ("lookup", "lookup_prefix", "pin", "remove"):
+        with pytest.raises(kv.StoreError, match=f"^{verb}: the store is closed$"):
+            getattr(store, verb)(keys(1))
+    with pytest.raises(kv.StoreError, match=r"^take_gone: the store is closed$"):
+        store.take_gone()
+    assert store.put(keys(1, 1), cache(), [0]).wait() == ["refused"]
+    assert store.get(keys(1), cache(), [0]).wait() == ["refused"]
+    assert store.flush()
+    assert store.metrics()["counters"]["get_refused"] == 1
+    assert len(files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("path", ["x" * 256, "x/" * 2100], ids=["a name", "all of it"])
+def test_a_path_that_is_too_long(tmp_path, path):
+    with pytest.raises(
+        kv.StoreError, match=r"^DirectoryTier: path '.{40}…' is too long: \d+ bytes of at most 4095, "
+    ) as e:
+        kv.DirectoryTier(tmp_path / "a" / path, 16 << 20)
+    assert len(str(e.value)) < 200
+    assert not list(tmp_path.iterdir())
 
 
 def test_deadline_and_timeout():
