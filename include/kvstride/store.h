@@ -52,8 +52,8 @@ using TierPtr = std::shared_ptr<store::Tier>;
 struct HostTierOptions {
   std::int64_t num_bytes = 0;  ///< exactly so many are mapped (rounded up to 4 KiB), headers of 4 KiB a chunk included
   Eviction eviction = Eviction::kS3Fifo;
-  /// Not empty: the memory is /dev/shm/kvstride-<name>, which other processes can map. Removed when the tier ends, or,
-  /// where this process was killed, when the next one with that name starts.
+  /// Not empty: the memory is /dev/shm/kvstride-<name> (0600), which other processes can map; chunks are not shared by
+  /// it. Removed when the tier ends or, where this process was killed, when the next tier with a shared name is made.
   std::string shared_name;
 };
 /// Throws Error(kStore) where the memory cannot be had.

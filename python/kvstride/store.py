@@ -22,6 +22,8 @@ from .cache import Cache
 from .errors import ArgumentError, DTypeError, Error, StoreError
 from .identity import Key, Namespace
 
+#: A number of bytes: a whole number, of type float too (8e9).
+Bytes = int | float
 #: (first, second, count): of put the cache's first head and the stored one, of get the stored and the cache's.
 Heads = tuple[int, int, int]
 
@@ -72,12 +74,13 @@ class Tier(_OfProcess):
 class HostTier(Tier):
     """Host memory of exactly `num_bytes`, 4 KiB of header for each chunk included.
 
-    `eviction` is 's3fifo' or 'lru'. With `shared_name` the memory is /dev/shm/kvstride-<name>, which goes with this
-    process, or with the next one of that name where this one is killed. Raises StoreError where the memory cannot be
-    had.
+    `eviction` is 's3fifo' or 'lru'. With `shared_name` the memory is the file /dev/shm/kvstride-<name>, which other
+    processes of the user can map. It is not for sharing chunks: a DirectoryTier is. The file goes when the tier ends
+    or, where its process was killed, when the next tier with a `shared_name` is made. Raises StoreError where the
+    memory cannot be had, or a living process has the name.
     """
 
-    def __init__(self, num_bytes: int, *, eviction: str = "s3fifo", shared_name: str | None = None) -> None:
+    def __init__(self, num_bytes: Bytes, *, eviction: str = "s3fifo", shared_name: str | None = None) -> None:
         super().__init__()
         size = _bytes_of(num_bytes, "HostTier: num_bytes")
         name = "" if shared_name is None else _text(shared_name, "HostTier: shared_name")
@@ -99,15 +102,15 @@ class DirectoryTier(Tier):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        max_bytes: int,
+        max_bytes: Bytes,
         *,
-        keep_free: int | None = None,
+        keep_free: Bytes | None = None,
         eviction: str = "s3fifo",
         sync: bool = False,
         group: bool = False,
         engine: str = "auto",
         num_threads: int = 0,
-        staging_bytes: int = 0,
+        staging_bytes: Bytes = 0,
         queue_chunks: int = 4096,
         lookup_timeout: float = 0.05,
         prepare: bool = False,
