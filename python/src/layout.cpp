@@ -138,7 +138,8 @@ void bind_layouts(nb::module_& m) {
       .def(
           "offset",
           [](const Layout& self, nb::object name, nb::object layer, nb::object block, nb::object token, nb::object head,
-             nb::object dim) {
+             nb::object dim, const nb::args& more, const nb::kwargs& named) {
+            check_no_more(more, named, "offset(plane, layer, block, token, head, dim)");
             const Plane& plane = to_plane(self, name, "offset");
             Index index{};
             const nb::object given[] = {layer, block, token, head, dim};
@@ -150,7 +151,8 @@ void bind_layouts(nb::module_& m) {
             return std::pair(at.tensor, at.byte);
           },
           nb::arg("plane").none() = nb::none(), nb::arg("layer").none() = 0, nb::arg("block").none() = 0,
-          nb::arg("token").none() = 0, nb::arg("head").none() = 0, nb::arg("dim").none() = 0,
+          nb::arg("token").none() = 0, nb::arg("head").none() = 0, nb::arg("dim").none() = 0, nb::arg("more"),
+          nb::arg("named"),
           nb::sig("def offset(self, plane: str, layer: int = 0, block: int = 0, token: int = 0, head: int = 0, "
                   "dim: int = 0) -> tuple[int, int]"),
           "(tensor, byte) of an element. Raises BlockIndexError outside the plane.")
@@ -172,11 +174,12 @@ void bind_layouts(nb::module_& m) {
       .def_prop_ro("num_parts", &Layout::num_parts, "Tensors of one layer.")
       .def(
           "part_bytes",
-          [](const Layout& self, nb::object part) {
+          [](const Layout& self, nb::object part, const nb::args& more, const nb::kwargs& named) {
+            check_no_more(more, named, "part_bytes(part)");
             return self.part_bytes(to_int64(part, "part_bytes: part", ErrorCode::kBlockIndex, "does not fit int64"));
           },
-          nb::arg("part").none() = nb::none(), nb::sig("def part_bytes(self, part: int) -> int"),
-          "Bytes of tensor `part` of a layer.")
+          nb::arg("part").none() = nb::none(), nb::arg("more"), nb::arg("named"),
+          nb::sig("def part_bytes(self, part: int) -> int"), "Bytes of tensor `part` of a layer.")
       .def_prop_ro("layered", &Layout::layered, "One tensor holds all layers.")
       .def_prop_ro(
           "shape", [](const Layout& self) { return per_part(self, &Layout::shape); },
@@ -186,16 +189,18 @@ void bind_layouts(nb::module_& m) {
           "Strides of the natural shape, in elements.")
       .def(
           "extents",
-          [](const Layout& self, nb::object plane) {
+          [](const Layout& self, nb::object plane, const nb::args& more, const nb::kwargs& named) {
+            check_no_more(more, named, "extents(plane)");
             const auto& e = to_plane(self, plane, "extents").extents;
             return std::tuple(e[0], e[1], e[2], e[3], e[4]);
           },
-          nb::arg("plane").none() = nb::none(),
+          nb::arg("plane").none() = nb::none(), nb::arg("more"), nb::arg("named"),
           nb::sig("def extents(self, plane: str) -> tuple[int, int, int, int, int]"),
           "(layers, blocks, tokens, heads, dims) of a plane.")
       .def(
           "modes",
-          [](const Layout& self, nb::object plane) {
+          [](const Layout& self, nb::object plane, const nb::args& more, const nb::kwargs& named) {
+            check_no_more(more, named, "modes(plane)");
             nb::list out;
             for (const Mode& mode : to_plane(self, plane, "modes").modes) {
               out.append(nb::make_tuple(std::string(1, letter_of(mode.axis)), mode.modulus, mode.divisor, mode.extent,
@@ -203,26 +208,36 @@ void bind_layouts(nb::module_& m) {
             }
             return out;
           },
-          nb::arg("plane").none() = nb::none(),
+          nb::arg("plane").none() = nb::none(), nb::arg("more"), nb::arg("named"),
           nb::sig("def modes(self, plane: str) -> list[tuple[str, int, int, int, int]]"),
           "[(axis, modulus, divisor, extent, byte stride)] of a plane, outermost first.")
       .def(
-          "part", [](const Layout& self, nb::object plane) { return to_plane(self, plane, "part").part; },
-          nb::arg("plane").none() = nb::none(), nb::sig("def part(self, plane: str) -> int"),
-          "Which of a layer's tensors holds the plane.")
+          "part",
+          [](const Layout& self, nb::object plane, const nb::args& more, const nb::kwargs& named) {
+            check_no_more(more, named, "part(plane)");
+            return to_plane(self, plane, "part").part;
+          },
+          nb::arg("plane").none() = nb::none(), nb::arg("more"), nb::arg("named"),
+          nb::sig("def part(self, plane: str) -> int"), "Which of a layer's tensors holds the plane.")
       .def(
-          "has_head", [](const Layout& self, nb::object plane) { return to_plane(self, plane, "has_head").has_head; },
-          nb::arg("plane").none() = nb::none(), nb::sig("def has_head(self, plane: str) -> bool"),
+          "has_head",
+          [](const Layout& self, nb::object plane, const nb::args& more, const nb::kwargs& named) {
+            check_no_more(more, named, "has_head(plane)");
+            return to_plane(self, plane, "has_head").has_head;
+          },
+          nb::arg("plane").none() = nb::none(), nb::arg("more"), nb::arg("named"),
+          nb::sig("def has_head(self, plane: str) -> bool"),
           "Whether the order gives the plane an H: it is sharded, not replicated.")
       .def(
           "with_layers",
-          [](const Layout& self, nb::object num_layers) {
+          [](const Layout& self, nb::object num_layers, const nb::args& more, const nb::kwargs& named) {
+            check_no_more(more, named, "with_layers(num_layers)");
             Geometry geometry = self.geometry();
             geometry.num_layers = to_size(num_layers, "num_layers");
             return Layout(self.order(), geometry);
           },
-          nb::arg("num_layers").none() = nb::none(), nb::sig("def with_layers(self, num_layers: int) -> Layout"),
-          "The same order for another number of layers.")
+          nb::arg("num_layers").none() = nb::none(), nb::arg("more"), nb::arg("named"),
+          nb::sig("def with_layers(self, num_layers: int) -> Layout"), "The same order for another number of layers.")
       .def("__str__", &Layout::str)
       .def("__repr__", [](const Layout& self) { return "Layout('" + self.str() + "')"; })
       .def(
