@@ -54,8 +54,8 @@ struct TokenTensor {
   std::array<std::int64_t, 3> strides;
 };
 /// The engine's reshape_and_cache: token i of key and value goes to slot_mapping[i]; a negative slot is skipped;
-/// key may be longer than slot_mapping. A cache of an f8 dtype stores x / scale, saturated; otherwise dtypes must
-/// be equal.
+/// key and value may each be longer than slot_mapping. A cache of an f8 dtype stores x / scale, saturated; otherwise
+/// dtypes must be equal.
 void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key, const TokenTensor& value,
                   std::span<const std::int64_t> slot_mapping, float key_scale = 1.0F, float value_scale = 1.0F);
 

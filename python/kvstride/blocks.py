@@ -205,9 +205,14 @@ def _dense(layout: _core.Layout, planes: Mapping[str, Any], num_tokens: int, wha
     for plane, dtype in layout.planes.items():
         info = inspect(planes[plane], f"{what}[{plane!r}]")
         shape = _dense_shape(layout, plane, num_tokens)
-        contiguous = info.strides == tuple(int(np.prod(shape[i + 1 :])) for i in range(4))
-        if info.shape != shape or not (contiguous or _ones_only(info)):
+        if info.shape != shape:
             raise ArgumentError(f"{what}[{plane!r}]: shape {list(info.shape)}, expected contiguous {list(shape)}")
+        strides = [int(np.prod(shape[i + 1 :])) for i in range(4)]
+        if list(info.strides) != strides and not _ones_only(info):
+            raise ArgumentError(
+                f"{what}[{plane!r}]: not contiguous, strides {list(info.strides)} of shape {list(shape)}, "
+                f"expected {strides}"
+            )
         _check_dtype(info, dtype, f"{what}[{plane!r}]")
         addresses.append(info.address)
         read_only |= info.read_only
@@ -243,9 +248,9 @@ def write_tokens(
     """Write new tokens of one layer, as an engine's reshape_and_cache does.
 
     `key` and `value` are `[token, head, dim]`, strided as they like. Token i goes to slot `slot_mapping[i]` (block ×
-    block_size + token); any negative slot is skipped; key may be longer than slot_mapping. A cache of an f8 dtype
-    stores x / scale, saturated; otherwise dtypes must be equal (bf16 never becomes f16). A slot given twice is an
-    error.
+    block_size + token); any negative slot is skipped; key and value may each be longer than slot_mapping, the
+    rest is not read. A cache of an f8 dtype stores x / scale, saturated; otherwise dtypes must be equal (bf16 never
+    becomes f16). A slot given twice is an error.
     """
     core = core_of(cache, "write_tokens: cache")
     slots = to_vector(slot_mapping, "write_tokens: slot_mapping")

@@ -22,6 +22,8 @@ class Cache:
     where the geometry is given) or be flat buffers of at least `layout.num_bytes` bytes. Outer strides are the tensors'
     own. bf16 and f8 in numpy are uint16 and uint8; then the dtype comes from `geometry` (or from the order).
 
+    An array that is made read-only later is not written any more.
+
     Raises LayoutError where the tensors contradict the layout, AmbiguousLayout where two readings of them fit and
     differ, DTypeError where dtypes differ, ArgumentError for tensors that share memory, are on another device, sparse,
     meta, conjugate or negative.
@@ -54,9 +56,15 @@ class Cache:
 
     def core(self) -> _core.Cache:
         """The library's cache. Raises ArgumentError where a tensor's memory was moved or freed since."""
-        moved = self._core.moved(self._owners, self._arrays)
-        if moved >= 0:
-            raise ArgumentError(f"Cache: the memory of tensor {moved} was moved or freed after the Cache was made")
+        changed = self._core.changed(self._owners, self._arrays)
+        if changed >= 0:
+            raise ArgumentError(f"Cache: the memory of tensor {changed} was moved or freed after the Cache was made")
+        if changed == _READ_ONLY:
+            self.tensors = [
+                t._replace(read_only=t.read_only or (array and not t.owner.flags.writeable))
+                for t, array in zip(self.tensors, self._arrays, strict=True)
+            ]
+            self._core = _core.Cache([t.address for t in self.tensors], self._layout, True)
         return self._core
 
     @property
@@ -66,8 +74,8 @@ class Cache:
 
     @property
     def read_only(self) -> bool:
-        """Whether one of the tensors is read-only; verbs refuse to write to it."""
-        return bool(self._core.read_only)
+        """Whether one of the tensors is read-only, or was made so since; verbs refuse to write to it."""
+        return bool(self.core().read_only)
 
     def key(self, layer: int = 0) -> Any:
         """Keys of `layer` as `[block, token, head, dim]`, a view. Raises NotStrided where there is none."""
@@ -143,6 +151,8 @@ def geometry_sizes(geometry: Geometry) -> dict[str, int]:
     return out | geometry.symbols
 
 
+#: What `_core.Cache.changed` says of an array that is read-only now.
+_READ_ONLY = -2
 _SIZES = ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_size")
 
 

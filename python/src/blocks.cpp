@@ -38,13 +38,14 @@ struct ArrayStruct {
   void* data;
 };
 
-/// Where the memory of a numpy array, or of what has data_ptr(), lies now.
-std::uintptr_t address_of(nb::handle owner, bool is_array) {
-  if (!is_array) return nb::cast<std::uintptr_t>(owner.attr("data_ptr")());
+/// Where the memory of a numpy array, or of what has data_ptr(), lies now, and whether it may be written.
+std::pair<std::uintptr_t, bool> memory_of(nb::handle owner, bool is_array) {
+  if (!is_array) return {nb::cast<std::uintptr_t>(owner.attr("data_ptr")()), true};
+  constexpr int kWriteable = 0x400;
   const nb::object capsule = owner.attr("__array_struct__");
   const auto* array = static_cast<const ArrayStruct*>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
   if (array == nullptr) throw nb::python_error();
-  return reinterpret_cast<std::uintptr_t>(array->data);
+  return {reinterpret_cast<std::uintptr_t>(array->data), (array->flags & kWriteable) != 0};
 }
 
 }  // namespace
@@ -60,19 +61,19 @@ void bind_blocks(nb::module_& m) {
           },
           nb::arg("addresses"), nb::arg("layout"), nb::arg("read_only"))
       .def(
-          "moved",
+          "changed",
           [](const Cache& self, const nb::list& owners, const nb::list& arrays) -> std::int64_t {
+            bool writeable = true;
             for (std::size_t i = 0; i < owners.size(); ++i) {
-              if (address_of(owners[i], arrays[i].is(nb::bool_(true))) !=
-                  reinterpret_cast<std::uintptr_t>(self.tensors()[i])) {
-                return static_cast<std::int64_t>(i);
-              }
+              const auto [address, may_write] = memory_of(owners[i], arrays[i].is(nb::bool_(true)));
+              if (address != reinterpret_cast<std::uintptr_t>(self.tensors()[i])) return static_cast<std::int64_t>(i);
+              writeable = writeable && may_write;
             }
-            return -1;
+            return writeable || self.read_only() ? -1 : -2;
           },
           nb::arg("owners"), nb::arg("arrays"),
-          "The first tensor whose memory is not where it was, or -1. `owners` are numpy arrays (True in `arrays`) or "
-          "torch tensors.")
+          "The first tensor whose memory is not where it was; -2 where one is read-only now and none was; else -1. "
+          "`owners` are numpy arrays (True in `arrays`) or torch tensors.")
       .def_prop_ro("layout", &Cache::layout)
       .def_prop_ro("read_only", &Cache::read_only);
 

@@ -1016,7 +1016,12 @@ DENSE: list[tuple[str, Any, type[kv.Error], tuple[str, ...]]] = [
         ("'value'", "[1, 1, 3, 8]", "[1, 2, 3, 8]"),
     ),
     ("rank", dense(key=np.zeros((2, 3, 8), np.float32)), kv.ArgumentError, ("'key'", "[2, 3, 8]", "[1, 2, 3, 8]")),
-    ("strided", dense(key=np.zeros((1, 4, 3, 8), np.float32)[:, ::2]), kv.ArgumentError, ("'key'", "contiguous")),
+    (
+        "strided",
+        dense(key=np.zeros((1, 4, 3, 8), np.float32)[:, ::2]),
+        kv.ArgumentError,
+        ("not contiguous", "[96, 48, 8, 1]"),
+    ),
     ("dtype", dense(key=np.zeros((1, 2, 3, 8), np.float16)), kv.DTypeError, ("'key'", "float16", "f32")),
     ("int dtype", dense(key=np.zeros((1, 2, 3, 8), np.int32)), kv.DTypeError, ("'key'", "int32", "f32")),
     ("a plane less", {"key": np.zeros((1, 2, 3, 8), np.float32)}, kv.ArgumentError, ("'key'", "'value'")),

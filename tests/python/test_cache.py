@@ -703,6 +703,25 @@ def test_memory_that_moved_is_refused() -> None:
                 verb()
 
 
+def test_an_array_that_was_made_read_only_is_not_written() -> None:
+    arrays = [np.zeros((4, 2, 3, 2, 8), np.float32) for _ in range(2)]
+    cache = kv.Cache(arrays, "B KV N H D")
+    other = kv.Cache([np.ones((4, 2, 3, 2, 8), np.float32) for _ in range(2)], "B KV N H D")
+    kv.swap_blocks(other, cache, [(0, 0)])
+    assert not cache.read_only
+    arrays[1].setflags(write=False)
+    for verb in (lambda: kv.zero_blocks(cache, [0]), lambda: kv.swap_blocks(other, cache, [(1, 1)])):
+        with pytest.raises(kv.ArgumentError, match="read-only"):
+            verb()
+    assert cache.read_only
+    assert cache.key(0).flags.writeable
+    assert not cache.key(1).flags.writeable
+    assert arrays[1][0].all()
+    assert not arrays[1][1:].any()
+    kv.swap_blocks(cache, other, [(3, 0)])  # it is still read
+    assert not other.key(1)[0].any()
+
+
 def test_torch_storage_that_was_released_is_refused() -> None:
     torch = pytest.importorskip("torch")
     tensor = torch.zeros(4, 2, 3, 2, 8)
