@@ -24,6 +24,8 @@ from .identity import Key, Namespace
 
 #: A number of bytes: a whole number, of type float too (8e9).
 Bytes = int | float
+#: Of a key.
+_MOST_KEY_BYTES: int = _core.max_key_bytes
 #: (first, second, count): of put the cache's first head and the stored one, of get the stored and the cache's.
 Heads = tuple[int, int, int]
 
@@ -356,8 +358,9 @@ class Store(_OfProcess):
 
     def _lookup(self, verb: str, call: Any, keys: Any, heads: Any, ask: Any) -> Any:
         self._check_process(verb)
-        numbers = to_numbers(heads, ("first", "count"), f"{verb}: heads")
-        return call(to_keys(keys, verb), numbers, to_flag(ask, f"{verb}: ask"))
+        # Schedulers ask for one key at a time: texts are made where they are needed.
+        numbers = None if heads is None else to_numbers(heads, ("first", "count"), f"{verb}: heads")
+        return call(to_keys(keys, verb), numbers, ask if type(ask) is bool else to_flag(ask, f"{verb}: ask"))
 
     def pin(self, keys: Sequence[Key | bytes]) -> Pins:
         """Keep what is there from being evicted, until the result is released."""
@@ -514,14 +517,18 @@ def _question(event: Any, verb: str) -> Any:
 
 def to_keys(keys: Any, verb: str) -> list[bytes]:
     """The bytes of keys."""
-    if isinstance(keys, (Key, bytes, str)) or not isinstance(keys, Sequence):
+    if type(keys) is not list and (isinstance(keys, (Key, bytes, str)) or not isinstance(keys, Sequence)):
         raise ArgumentError(f"{verb}: keys is {type(keys).__name__}, expected a list of Key or bytes")
-    return [key._bytes if isinstance(key, Key) else _key(key, i, verb) for i, key in enumerate(keys)]
+    # Bytes of a right length, as engines have them, are taken as they are: schedulers ask for thousands.
+    return [
+        key if type(key) is bytes and 0 < len(key) <= _MOST_KEY_BYTES else _key(key, i, verb)
+        for i, key in enumerate(keys)
+    ]
 
 
 def _key(key: Any, at: int, verb: str) -> bytes:
     try:
-        return Key(key)._bytes
+        return key._bytes if isinstance(key, Key) else Key(key)._bytes
     except (ArgumentError, DTypeError) as error:
         raise type(error)(f"{verb}: keys[{at}]: {error}") from None
 

@@ -14,6 +14,9 @@ using Engine = DirectoryTierOptions::Engine;
 
 constexpr std::size_t kRingDepth = 32;
 constexpr std::int64_t kSmall = 512 << 10;  ///< transfers that are started together
+/// With so many bytes under way a thread starts no other file: the disk has enough to do, and files that end one after
+/// the other are checked or made while the next ones move, where many at once would all end, and begin, together.
+constexpr std::int64_t kEnough = 16 << 20;
 constexpr int kMostTries = 16;              ///< of a page that comes or goes in part only
 
 }  // namespace
@@ -54,6 +57,7 @@ void DiskThreads::run(std::size_t number) {
   active.reserve(io->depth() + 1);
   free.reserve(io->depth() + 1);
   ended.reserve(io->depth());
+  std::int64_t bytes_under_way = 0;
   const auto note = [&] {
     // A deadline that nobody could meet does not say that the disk hangs.
     constexpr auto kPatience = std::chrono::milliseconds(200);
@@ -68,12 +72,13 @@ void DiskThreads::run(std::size_t number) {
     const Bytes& range = operation.ranges.front();
     std::byte* data = operation.read ? operation.read->into->data() : operation.write->image->data();
     const std::int64_t bytes = range.end - range.begin;
+    bytes_under_way += bytes;
     io->submit({operation.fd, data + range.begin, static_cast<std::size_t>(bytes), range.begin,
                 operation.write.has_value(), token, 0},
                bytes < kSmall);
   };
   while (true) {
-    while (io->under_way() < io->depth()) {
+    while (io->under_way() < io->depth() && bytes_under_way < kEnough) {
       std::unique_ptr<Operation> next;
       {
         std::unique_lock lock(mutex_);
@@ -119,6 +124,7 @@ void DiskThreads::run(std::size_t number) {
     io->collect(ended, true, std::chrono::milliseconds(5));
     for (const Transfer& transfer : ended) {
       const auto token = static_cast<std::size_t>(transfer.token);
+      bytes_under_way -= static_cast<std::int64_t>(transfer.bytes);
       if (moved(*active[token], transfer)) {
         submit(token);
       } else {

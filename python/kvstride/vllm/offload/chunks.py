@@ -20,33 +20,33 @@ _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 
 class GroupStore:
-    """The store of one KV cache group: portable chunks, or raw rows."""
+    """The store of one KV cache group: portable chunks, or rows as they are, each one record of bytes."""
 
     def __init__(
         self, tier: kv.DirectoryTier, rows: np.ndarray, about: Rows, group: Group, blocks: int, options: TierOptions
     ) -> None:
         self.group = group
-        self._rows = rows
-        self.cache: kv.Cache | None = None
         page = group.portable
-        if page is not None:
-            layout = page.layout(rows.shape[0], rows.shape[1], blocks)
-            self.cache = kv.Cache(_from_page(rows, page.first, layout), layout)
-        self.space = _namespace(about, group, blocks, self.cache)
+        num_rows, row_bytes = rows.shape
+        layout = page.layout(num_rows, row_bytes, blocks) if page else _whole(num_rows, row_bytes, group.tokens * blocks)
+        self._cache: kv.Cache | None = kv.Cache(_from_page(rows, page.first if page else 0, layout), layout)
+        self.space = _namespace(about, group, layout)
         self.store = kv.Store([tier], namespace=self.space, deadline=options.deadline)
 
     def move(self, keys: list[bytes], rows: list[int], load: bool) -> kv.Job:
         """Start a get into, or a put from, these rows."""
-        if self.cache is not None:
-            return (self.store.get if load else self.store.put)(keys, self.cache, rows)
-        buffers = [self._rows[row] for row in rows]
-        return (self.store.get_bytes if load else self.store.put_bytes)(keys, buffers)
+        return (self.store.get if load else self.store.put)(keys, self._cache, rows)
 
     def close(self) -> None:
         """End the store: nothing touches the rows any more."""
         self.store.close()
-        self.cache = None
-        self._rows = None  # type: ignore[assignment]
+        self._cache = None
+
+
+def _whole(num_rows: int, row_bytes: int, tokens: int) -> kv.Layout:
+    """Rows whose bytes have no known meaning."""
+    sizes = kv.Geometry(num_blocks=num_rows, block_size=tokens, num_layers=1, num_kv_heads=1, head_size=row_bytes)
+    return kv.Layout(f"B@{row_bytes} {{state: D[{row_bytes}] u8}}", sizes)
 
 
 def _from_page(rows: np.ndarray, first: int, layout: kv.Layout) -> np.ndarray:
@@ -57,28 +57,22 @@ def _from_page(rows: np.ndarray, first: int, layout: kv.Layout) -> np.ndarray:
     return natural_view(flat, layout)  # type: ignore[no-any-return]
 
 
-def _namespace(about: Rows, group: Group, blocks: int, cache: kv.Cache | None) -> kv.Namespace:
+def _namespace(about: Rows, group: Group, layout: kv.Layout) -> kv.Namespace:
     """What chunks belong to. Group numbers and layer names are the engine's: the same names are the same layers."""
     layers = hashlib.sha256("\n".join(group.layers).encode()).hexdigest()[:16]
-    common: dict[str, Any] = {
-        "model": about.model,
-        "revision": f"{about.revision}+{about.settings}",
-        "group": group.index,
-        "num_layers": max(len(group.layers), 1),
-        "salt_policy": f"vllm {about.hashing}; layers {layers}",
-    }
-    if cache is None:
-        raw = f"vLLM rows; {about.raw}"
-        return kv.Namespace(
-            planes={"state": "u8"}, num_kv_heads=1, head_size=1, block_size=group.tokens * blocks, raw=raw, **common
-        )
-    sizes = cache.layout.geometry
+    sizes = layout.geometry
     value: dict[str, Any] = {} if sizes.value_head_size is None else {"value_head_size": sizes.value_head_size}
+    raw: dict[str, Any] = {} if group.portable else {"raw": f"vLLM rows; {about.raw}"}
     return kv.Namespace(
-        planes=dict(cache.layout.planes),
+        model=about.model,
+        revision=f"{about.revision}+{about.settings}",
+        group=group.index,
+        num_layers=sizes.num_layers,
+        salt_policy=f"vllm {about.hashing}; layers {layers}",
+        planes=dict(layout.planes),
         num_kv_heads=sizes.num_kv_heads,
         head_size=sizes.head_size,
         block_size=sizes.block_size,
         **value,
-        **common,
+        **raw,
     )

@@ -114,7 +114,7 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
             metrics["detail"].split(", ", 1)[-1],
             about.layout,
             ", ".join(
-                f"{g.space.hex[:12]} ({'any tensor-parallel size' if g.cache else 'raw: ' + g.group.raw})"
+                f"{g.space.hex[:12]} ({'any tensor-parallel size' if g.group.portable else 'raw: ' + g.group.raw})"
                 for g in self._groups.values()
             ),
         )
