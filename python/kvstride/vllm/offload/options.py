@@ -28,6 +28,7 @@ VLLM_OPTIONS = frozenset(
         "secondary_tiers",
         "backpressure",
         "tier_poll_interval_s",
+        "sync_load_budget_bytes",
     }
 )
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -71,7 +72,7 @@ class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
                 f"kv_connector_extra_config: cpu_bytes_to_use is {extra['cpu_bytes_to_use']}, one chunk takes {need}"
             )
         # Set while vLLM makes its workers, not where it makes the scheduler.
-        self._vllm_config = _current_config()
+        self._vllm_config = get_current_vllm_config_or_none()
         self._description: Description | None = None
 
     @classmethod
@@ -132,7 +133,7 @@ class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
     def _host_worker(self, kv_caches: Any, canonical: bool, slots: list[int]) -> HostWorker:
         region = SharedOffloadRegion(
-            engine_id=self._engine_id,
+            engine_id=self.config.engine_id,
             num_chunks=self.num_chunks,
             rank=0 if self.replicated_layout else self.config.parallel.rank,
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
@@ -149,11 +150,6 @@ class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
         except BaseException:
             region.cleanup()
             raise
-
-
-def _current_config() -> Any:
-    ask = engine.find("vllm.config:get_current_vllm_config_or_none", "vllm.config.vllm:get_current_vllm_config_or_none")
-    return ask()
 
 
 def _slots(kv_caches: Any, canonical: bool, blocks: int, first: int) -> list[int]:
@@ -250,7 +246,7 @@ def _raw(config: Any, offload: Any, canonical: bool, caches: list[live.EngineCac
     """All that bytes of unknown meaning depend on."""
     p = offload.parallel
     facts = {
-        "release": engine.release(),
+        "release": engine.version(),
         "runner": "v2" if getattr(config, "use_v2_model_runner", False) else "v1",
         "platform": engine.platform(),
         "world": p.world_size,

@@ -9,7 +9,6 @@ unreadable is a failed promotion, which vLLM computes again.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -27,15 +26,15 @@ from .. import engine
 from .asker import Asker
 from .chunks import GroupStore
 from .metrics import Stats, definitions
+from .needs import fitting, untested
 from .options import TierOptions
 from .region import read_descriptions
 from .rows import Group, Rows
 
 logger = init_logger("vllm.kvstride")
 
-# Releases differ in what these take: 0.30 has no backpressure and reports no bytes.
-_RESULT_FIELDS = set(inspect.signature(JobResult).parameters)
-_BASE_TAKES = set(inspect.signature(SecondaryTierManager.__init__).parameters)
+# 0.30 has no number of bytes in it.
+_job_result = fitting(JobResult)
 
 
 @dataclass
@@ -62,8 +61,9 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        extra = {"backpressure_detector": backpressure_detector} if "backpressure_detector" in _BASE_TAKES else {}
-        super().__init__(offloading_spec, primary_kv_view, tier_type, **extra)
+        # 0.30 has no backpressure.
+        start = fitting(super().__init__)
+        start(offloading_spec, primary_kv_view, tier_type, backpressure_detector=backpressure_detector)
         self._options = TierOptions.parse(options, f"secondary tier '{tier_type}'")
         about = agreed(offloading_spec.config, self._options)
         self._jobs: dict[int, _Job] = {}
@@ -104,6 +104,12 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
         return True
 
     def _say(self, about: Rows) -> None:
+        # Of all processes of an engine one has the tier.
+        warning = untested()
+        if warning:
+            logger.warning(
+                "kvstride: %s; it has all that is needed, but run `kvstride doctor` before you rely on it", warning
+            )
         metrics = self._tier.metrics()
         logger.info(
             "kvstride: %s, %.2f of %.2f GB used by %d files, %s; layout %s; namespaces %s",
@@ -192,14 +198,13 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
             self._failed.setdefault(job.request, set()).update(set(job.keys) - set(good))
         if not job.load and good and self._events is not None:
             self._events.append(OffloadingEvent(keys=good, medium=self.medium, removed=False))
-        found = {
-            "job_id": job_id,
-            "success": whole,
-            "successful_keys": tuple(good) if job.load and good and not whole else None,
-            "transfer_time": time.monotonic() - job.begin,
-            "transfer_bytes": len(good) * self._rows.shape[1],
-        }
-        return JobResult(**{name: value for name, value in found.items() if name in _RESULT_FIELDS})
+        return _job_result(
+            job_id=job_id,
+            success=whole,
+            successful_keys=tuple(good) if job.load and good and not whole else None,
+            transfer_time=time.monotonic() - job.begin,
+            transfer_bytes=len(good) * self._rows.shape[1],
+        )
 
     def has_pending_work(self) -> bool:
         """While jobs are under way vLLM goes on stepping."""
@@ -277,6 +282,6 @@ def _undescribed(config: Any, options: TierOptions) -> Rows:
     names = [f.name for f in dataclasses.fields(config.parallel) if not f.name.startswith("data_parallel")]
     facts = {name: getattr(config.parallel, name) for name in names}
     raw = f"undescribed; {facts}; layout={config.kv_cache_layout}; canonical={config.canonical_layout}"
-    raw += f"; dtype={config.model.dtype}; bytes={config.worker_kv_bytes_per_block}; release={engine.release()}"
+    raw += f"; dtype={config.model.dtype}; bytes={config.worker_kv_bytes_per_block}; release={engine.version()}"
     groups = tuple(Group(g.group_id, g.layer_names, g.tokens_per_block, None, "undescribed") for g in config.groups)
     return Rows(config.model.name, options.revision, "undescribed", "unknown", groups, raw, "undescribed")

@@ -37,15 +37,14 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
         self._region = region
         self._blocks = blocks
         self._finished: list[Any] = []
-        rows = region.base_tensor if hasattr(region, "base_tensor") else region._base
-        self._rows = rows.numpy().view(np.uint8)
+        self._rows = np.asarray(region.create_kv_memoryview()).view(np.uint8).reshape(-1)
         self._num_rows, self._row_bytes = num_rows, row_bytes
         sizes = slot_bytes(kv_caches, canonical)
         views = [
             (region.create_next_canonical_view if canonical else region.create_next_worker_view)(size * blocks)
             for size in sizes
         ]
-        self.slots = [view.data_ptr() - rows.data_ptr() for view in views]
+        self.slots = [view.data_ptr() - self._rows.ctypes.data for view in views]
         self._groups: list[list[_Run]] = []
         made: dict[Any, _Run] = {}
         for refs in kv_caches.group_data_refs:
@@ -96,7 +95,8 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
                         continue
                     (run.store if store else run.load)[sub].bind(chosen).run()
                     moved += len(chosen) * run.num_bytes
-        self._finished.append(TransferResult(job_id, True, moved, time.perf_counter() - begin))
+        took = time.perf_counter() - begin
+        self._finished.append(TransferResult(job_id=job_id, success=True, transfer_size=moved, transfer_time=took))
         return True
 
     def _parts(self, engine: Any, chunks: np.ndarray) -> Any:

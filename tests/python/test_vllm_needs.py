@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Releases of vLLM that offloading can work with, and what is said of those with which it cannot: no vLLM is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fake_vllm
+
+BASE, TIER, REGION = "kv_offload/base.py", "tiering/base.py", "shared_offload_region.py"
+LOAD = "submit_load(self, job_id, src_spec, dst_spec"
+START = "kvstride.errors.EngineError: kvstride cannot offload for vLLM 0.32.0+cpu: vllm.v1.kv_offload."
+END = " (tested: 0.30, 0.31, 0.32)"
+
+#: What vLLM's processes do: all of them register, those that are told to offload ask for the classes.
+ASK = """
+import logging
+logging.basicConfig(level=logging.INFO)
+from kvstride.vllm.offload import needs, register
+register()
+register()
+print("registered")
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+print(OffloadingSpecFactory._registry["kvstride"]().__module__)
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+print(SecondaryTierFactory._registry["kvstride"]().__module__)
+print(needs.untested())
+"""
+FOUND = ["registered", "kvstride.vllm.offload.spec", "kvstride.vllm.offload.tier"]
+
+
+def ask(*roots: Path) -> tuple[int, list[str]]:
+    """Exit status and lines of ASK beside packages of `roots`."""
+    path = os.pathsep.join([*map(str, roots), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-W", "ignore", "-c", ASK]
+    ran = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    return ran.returncode, ran.stdout.splitlines()
+
+
+SAME: list[tuple[str, str, str]] = [
+    ("vllm/__init__.py", "0.32.0+cpu", "0.30.1"),
+    (BASE, LOAD, LOAD + ", expedited=False"),
+    (TIER, "    transfer_bytes: int | None = None\n", ""),
+    (TIER, ", backpressure_detector=None", ""),
+    (TIER, "    def on_schedule_end", "    def serve_external_requests(self, parent): ...\n    def on_schedule_end"),
+    (REGION, "barrier=None", "barrier=None, *, num_segments=1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", SAME)
+def test_what_some_releases_have_and_others_have_not(tmp_path: Path, edit: tuple[str, str, str]) -> None:
+    assert ask(fake_vllm.write(tmp_path, edit)) == (0, [*FOUND, "None"])
+
+
+OTHER: list[tuple[tuple[str, str, str], str]] = [
+    ((BASE, "    tensor_idx: int\n", ""), "base.CanonicalKVCacheRef.tensor_idx is missing"),
+    ((BASE, '    STORAGE = "STORAGE"\n', ""), "base.Medium.STORAGE is missing"),
+    ((BASE, "class GPULoadStoreSpec", "class DeviceLoadStoreSpec"), "base.GPULoadStoreSpec is missing"),
+    ((BASE, "self.block_indices = block_indices", "pass"), "base.GPULoadStoreSpec.block_indices is missing"),
+    ((BASE, "class TransferResult:\n", "class TransferResult:\n    rank: int\n"),
+     "base.TransferResult: missing a required argument: 'rank'"),
+    ((TIER, "    success: bool\n", "    failed: bool\n"),
+     "tiering.base.JobResult: missing a required argument: 'failed'"),
+    ((TIER, "def drain_jobs(self", "def drain_jobs(self, timeout"),
+     "tiering.base.SecondaryTierManager.drain_jobs(timeout) is another: got an unexpected keyword argument 'timeout'"),
+    ((BASE, "def submit_store(self, job_id, src_spec, dst_spec", "def submit_store(self, job"),
+     "base.OffloadingWorker.submit_store(job) is another: missing a required argument: 'job_id'"),
+    ((TIER, "    def on_schedule_end", "    @abstractmethod\n    def cancel(self): ...\n    def on_schedule_end"),
+     "tiering.base.SecondaryTierManager.cancel is not implemented"),
+    ((REGION, "kv_bytes_per_chunk, ", ""),
+     "cpu.shared_offload_region.SharedOffloadRegion: got an unexpected keyword argument 'kv_bytes_per_chunk'"),
+    ((REGION, "self._creator = False", "pass"), "cpu.shared_offload_region.SharedOffloadRegion._creator is missing"),
+    (("tiering/spec.py", "class Tiering", "import no_such_package\nclass Tiering"),
+     "tiering.spec: ModuleNotFoundError: No module named 'no_such_package'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("edit", "said"), OTHER)
+def test_what_is_missing_is_named(tmp_path: Path, edit: tuple[str, str, str], said: str) -> None:
+    """One line to whoever configures offloading, nothing to others."""
+    status, told = ask(fake_vllm.write(tmp_path, edit))
+    assert (status, told[:2]) == (1, ["registered", "Traceback (most recent call last):"])
+    assert told[-1] == f"{START}{said}{END}"
+
+
+def test_much_is_missing(tmp_path: Path) -> None:
+    """As in 0.29: a spec can be named, and there is no tier that it could use. The first three are named."""
+    files = ("tiering/base.py", "tiering/spec.py", "tiering/factory.py")
+    status, told = ask(fake_vllm.write(tmp_path, *((file, "", "") for file in files)))
+    assert (status, told[0]) == (1, "registered")
+    assert told[-1].startswith(f"{START}tiering.base: ModuleNotFoundError: ") and told[-1].endswith(END)
+
+
+def test_a_release_without_offloading_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text('__version__ = "0.9.2"\n')
+    status, told = ask(tmp_path)
+    assert status == 1 and told[0] == "registered" and told[-1] == "ModuleNotFoundError: No module named 'vllm.v1'"
+
+
+def test_an_untested_release_is_said(tmp_path: Path) -> None:
+    fake_vllm.write(tmp_path, ("vllm/__init__.py", "0.32.0+cpu", "0.34.1"))
+    assert ask(tmp_path) == (0, [*FOUND, "offloading was tested on vLLM 0.30, 0.31, 0.32, not on 0.34.1"])
