@@ -8,6 +8,8 @@ SHELL := bash
 
 PYTHON ?= python3
 VLLM_RELEASE ?= 0.32.0
+# Older ones on which `make test-long` offloads.
+OFFLOAD_RELEASES ?= 0.30.0 0.31.0
 # ON in CI: a compiler warning is an error.
 WERROR ?= OFF
 # How long `make fuzz` runs each target.
@@ -89,7 +91,7 @@ $(ENGINE)/.kvstride: dist/.wheel $(ENGINE)/.vllm-$(VLLM_RELEASE)
 
 # --- Tests ----------------------------------------------------------------------------------------------------------
 
-.PHONY: check ctest quick test test-pythons test-long asan tsan soak fuzz
+.PHONY: check ctest quick test test-offload test-pythons test-long asan tsan soak fuzz
 ctest: $(DEV)/.tools
 	@cmake --preset release -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }
 	cmake --build --preset release
@@ -104,13 +106,17 @@ test: ctest $(ENGINE)/.kvstride ## All tests, those on an installed vLLM include
 	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH" KVSTRIDE_REQUIRE_VLLM=1
 	python -m pytest tests/python
 
+test-offload: $(ENGINE)/.kvstride
+	@KVSTRIDE_REQUIRE_VLLM=1 KVSTRIDE_LONG=1 $(ENGINE)/bin/python -m pytest -q tests/python/test_vllm_offload.py
+
 test-pythons: dist/.wheel ## The wheel and its quick tests on CPython 3.12, 3.13 and 3.14, where PATH or pyenv has them
 	@scripts/pythons.sh $(QUICK_TESTS)
 
 test-long: test test-pythons ## Too long for every day: other CPythons, older vLLMs, more random cases, ten minutes of store faults, five of fuzzing a target
 	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH"
 	python tests/python/old_releases.py
-	KVSTRIDE_LONG=1 python -m pytest -q tests/python/test_vllm_offload.py
+	for release in $(OFFLOAD_RELEASES); do $(MAKE) test-offload VLLM_RELEASE=$$release ENGINE=.venv-vllm-$$release; done
+	$(MAKE) test-offload
 	for seed in 1 2 3 4 5 6 7 8; do python -m pytest -q --hypothesis-seed=$$seed $(RANDOM_TESTS); done
 	$(MAKE) asan tsan
 	$(MAKE) scalar

@@ -38,6 +38,12 @@ class OffloadingConnectorStats:
     def increase_counter(self, counter_name, counter_increase_value=1, labelvalues=()): ...
     def set_gauge(self, gauge_name, gauge_value, labelvalues=()): ...
 """,
+    "vllm/distributed/kv_transfer/kv_connector/v1/offloading/worker.py": """
+class OffloadingConnectorWorker:
+    def __init__(self, spec, vllm_config, kv_cache_config):
+        self.spec = spec
+        self._is_store_writer = not spec.replicated_layout or spec.config.canonical_layout
+""",
     "vllm/v1/kv_offload/config.py": _IMPORTS
     + """
 @dataclass
@@ -214,7 +220,7 @@ class TieringOffloadingSpec:
     def __init__(self, config):
         self.config = config
         self.kv_events_config = self._manager = self._worker = None
-        self.blocks_per_chunk = self.num_chunks = self.kv_bytes_per_chunk = self.cpu_page_size_per_worker = 0
+        self.blocks_per_chunk = self.num_chunks = self.kv_bytes_per_chunk = self.cpu_page_size_per_worker = 1
         self.replicated_layout = False
     @classmethod
     def build_metric_definitions(cls, extra_config): ...

@@ -34,10 +34,21 @@ print(needs.untested())
 FOUND = ["registered", "kvstride.vllm.offload.spec", "kvstride.vllm.offload.tier"]
 
 
-def ask(*roots: Path) -> tuple[int, list[str]]:
-    """Exit status and lines of ASK beside packages of `roots`."""
-    path = os.pathsep.join([*map(str, roots), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-W", "ignore", "-c", ASK]
+#: One row for two ranks that hold the same bytes, and for two that do not.
+ROWS = """
+from kvstride.vllm.offload import KvstrideSpec
+from vllm.v1.kv_offload.config import OffloadingConfig
+options = {"cpu_bytes_to_use": 1e8, "root_dir": "none", "max_bytes": 1}
+for replicated in (True, False):
+    config = OffloadingConfig((), 1, options, "engine", None, None, None, replicated_layout=replicated)
+    print(KvstrideSpec(config).config.canonical_layout)
+"""
+
+
+def ask(root: Path, script: str = ASK) -> tuple[int, list[str]]:
+    """Exit status and lines of a script beside the packages of `root`."""
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-W", "ignore", "-c", script]
     ran = subprocess.run(
         command,
         env=os.environ | {"PYTHONPATH": path},
@@ -113,3 +124,10 @@ def test_a_release_without_offloading_is_left_alone(tmp_path: Path) -> None:
 def test_an_untested_release_is_said(tmp_path: Path) -> None:
     fake_vllm.write(tmp_path, ("vllm/__init__.py", "0.32.0+cpu", "0.34.1"))
     assert ask(tmp_path) == (0, [*FOUND, "offloading was tested on vLLM 0.30, 0.31, 0.32, not on 0.34.1"])
+
+
+def test_canonical_rows_only_where_all_of_them_is_written(tmp_path: Path) -> None:
+    """In 0.30 one of the ranks that hold the same bytes stores, and of canonical rows it would store its share."""
+    assert ask(fake_vllm.write(tmp_path / "0.31"), ROWS) == (0, ["True", "True"])
+    edit = ("offloading/worker.py", " or spec.config.canonical_layout", "")
+    assert ask(fake_vllm.write(tmp_path / "0.30", edit), ROWS) == (0, ["False", "True"])

@@ -22,7 +22,7 @@ from .._rows import release_of
 TESTED = ((0, 30), (0, 31), (0, 32))
 
 _OFFLOAD = "vllm.v1.kv_offload"
-_METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics"
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 
 #: What is called, as (callable, number of positional arguments, names of the others).
 CALLS = (
@@ -43,8 +43,8 @@ CALLS = (
     (f"{_OFFLOAD}.cpu.shared_offload_region:SharedOffloadRegion.create_next_worker_view", 2, ""),
     (f"{_OFFLOAD}.cpu.shared_offload_region:SharedOffloadRegion.create_kv_memoryview", 1, ""),
     (f"{_OFFLOAD}.cpu.shared_offload_region:SharedOffloadRegion.cleanup", 1, ""),
-    (f"{_METRICS}:OffloadingConnectorStats.increase_counter", 4, ""),
-    (f"{_METRICS}:OffloadingConnectorStats.set_gauge", 3, ""),
+    (f"{_CONNECTOR}.metrics:OffloadingConnectorStats.increase_counter", 4, ""),
+    (f"{_CONNECTOR}.metrics:OffloadingConnectorStats.set_gauge", 3, ""),
     ("vllm.config:get_current_vllm_config_or_none", 0, ""),
 )
 
@@ -76,6 +76,7 @@ NAMES = {
         "config kv_events_config blocks_per_chunk num_chunks kv_bytes_per_chunk cpu_page_size_per_worker "
         "replicated_layout _manager _worker create_worker"
     ),
+    f"{_CONNECTOR}.worker:OffloadingConnectorWorker": "spec",
     "vllm.config:CacheConfig": "prefix_caching_hash_algo",
     "vllm.config:CompilationConfig": "static_forward_context",
     "vllm.config:ModelConfig": "model revision hf_config dtype quantization use_mla get_total_num_kv_heads",
@@ -116,6 +117,12 @@ def untested() -> str | None:
     if release_of(version)[:2] in TESTED:
         return None
     return f"offloading was tested on vLLM {_releases()}, not on {version}"
+
+
+def ranks_take_turns() -> bool:
+    """Of ranks that hold the same bytes each stores its share of canonical rows. In 0.30 the first alone is let store,
+    and still its share alone: rows of its primary tier would not be whole."""
+    return "canonical_layout" in _names_of(_resolve(f"{_CONNECTOR}.worker:OffloadingConnectorWorker"))
 
 
 def fitting(function: Callable[..., Any]) -> Callable[..., Any]:

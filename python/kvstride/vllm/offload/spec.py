@@ -17,6 +17,7 @@ import kvstride as kv
 from kvstride import ArgumentError, EngineError
 
 from .. import engine, live
+from .needs import ranks_take_turns
 from .options import TierOptions, split_options
 from .region import Description, forget_name, sweep
 from .rows import Group, Rows, describe_group
@@ -63,7 +64,7 @@ class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         extra = with_tier(config.extra_config)
-        canonical = bool(extra["canonical_layout"])
+        canonical = bool(extra["canonical_layout"]) and (ranks_take_turns() or not config.replicated_layout)
         config = dataclasses.replace(config, extra_config=extra, canonical_layout=canonical)
         super().__init__(config)
         if self.num_chunks == 0:
