@@ -131,3 +131,19 @@ def test_canonical_rows_only_where_all_of_them_is_written(tmp_path: Path) -> Non
     assert ask(fake_vllm.write(tmp_path / "0.31"), ROWS) == (0, ["True", "True"])
     edit = ("offloading/worker.py", " or spec.config.canonical_layout", "")
     assert ask(fake_vllm.write(tmp_path / "0.30", edit), ROWS) == (0, ["False", "True"])
+
+
+@pytest.mark.parametrize("chosen", ["vllm._C_AVX2", "vllm._C"])
+def test_a_backend_of_another_machine_loads_no_kernels(tmp_path: Path, chosen: str) -> None:
+    """On a CPU without AVX-512 `import vllm._C`, as vLLM's module for ROCm has it, ends the process."""
+    root = fake_vllm.write(tmp_path) / "vllm"
+    (root / "platforms.py").write_text(
+        f"class current_platform:\n    device_name = 'cpu'\n    import_kernels = lambda: __import__('{chosen}')\n"
+    )
+    (root / "_C.py").write_text("import os, sys\n'vllm.amd' in sys.modules and os.abort()\n")
+    (root / "_C_AVX2.py").write_text("raise ImportError('no module, but its operators are there')\n")
+    (root / "amd.py").write_text("try:\n    import vllm._C\nexcept ImportError:\n    pass\nclass Backend: ...\n")
+    script = (
+        "import sys; from kvstride.vllm import engine; print(engine.load('vllm.amd.Backend'), 'vllm._C' in sys.modules)"
+    )
+    assert ask(tmp_path, script) == (0, [f"<class 'vllm.amd.Backend'> {chosen == 'vllm._C'}"])

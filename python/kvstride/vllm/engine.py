@@ -132,12 +132,34 @@ def load(path: str) -> type:
     fail to import in any way."""
     module, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        with _kernels_once():
+            found = getattr(importlib.import_module(module), name)
     except Exception as error:
         raise EngineError(f"{path}: {type(error).__name__}: {error}") from error
     if not isinstance(found, type):
         raise EngineError(f"{path} is no class")
     return found
+
+
+@contextlib.contextmanager
+def _kernels_once() -> Iterator[None]:
+    """Inside, on CPU hosts: no module loads other kernels than those that vLLM has chosen for this CPU.
+
+    A CPU build has them once for each instruction set. Backends of other machines import `vllm._C`, the widest one,
+    whichever was chosen: an instruction that the CPU has not, or its operators registered twice, ends the process.
+    """
+    kernels = "vllm._C"
+    if kernels not in sys.modules and platform() == "cpu":
+        with contextlib.suppress(Exception):  # each release warns of what does not load, and goes on
+            find("vllm.platforms:current_platform").import_kernels()
+    if kernels in sys.modules or platform() != "cpu":
+        yield
+        return
+    sys.modules[kernels] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.modules.pop(kernels, None)
 
 
 def resolve(backend: type | enum.Enum | str) -> type:
