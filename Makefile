@@ -30,7 +30,8 @@ ENGINE := .venv-vllm
 export PATH := $(CURDIR)/$(DEV)/bin:$(PATH)
 
 # What needs an installed vLLM; the rest is quick.
-ENGINE_TESTS := $(addprefix tests/python/,test_engine_writes.py test_vllm_backends.py test_vllm_offload.py)
+ENGINE_TESTS := $(addprefix tests/python/,test_engine_writes.py test_vllm_backends.py test_vllm_offload.py \
+                  test_vllm_serving.py)
 QUICK_TESTS := $(filter-out $(ENGINE_TESTS),$(wildcard tests/python/test_*.py))
 RANDOM_TESTS = $(shell grep -l hypothesis $(QUICK_TESTS))
 CXX_FILES := $(shell find include src cli python/src tests fuzz benchmarks examples -name '*.cpp' -o -name '*.h')
@@ -140,7 +141,7 @@ fuzz: $(DEV)/.tools ## Each libFuzzer target for FUZZ_SECONDS (60)
 
 # --- The rest -------------------------------------------------------------------------------------------------------
 
-.PHONY: demo bench lint format wheel clean
+.PHONY: demo bench bench-vllm lint format wheel clean
 demo: $(ENGINE)/.kvstride ## A live vLLM: its KV cache through a dozen layouts; offloading, killed, restarted, damaged
 	@$(ENGINE)/bin/python examples/python/demo.py
 	$(ENGINE)/bin/python -W ignore examples/vllm/demo.py --chart build/offload.svg
@@ -151,6 +152,9 @@ bench: $(DEV)/.tools $(BENCH_ENV)/.kvstride ## Benchmarks of the block verbs; BE
 	@cmake --preset bench > build/configure.log || { cat build/configure.log; exit 1; }
 	cmake --build --preset bench
 	$(BENCH_ENV)/bin/python benchmarks/report.py $(BENCH_ARGS)
+
+bench-vllm: $(ENGINE)/.kvstride ## Offloading on a live vLLM: no connector, kvstride, vLLM's fs tier, a plain copy, side by side; BENCH_ARGS as above
+	@$(ENGINE)/bin/python -W ignore benchmarks/offload $(BENCH_ARGS)
 
 lint: $(DEV)/.kvstride ## Formats, ruff, mypy, and a test for every case of tests/data/cases.txt
 	@clang-format --dry-run -Werror $(CXX_FILES)

@@ -50,6 +50,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 64,
         },
     ),
+    "deepseek": (
+        "DeepseekV2Config",
+        {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 64,
+            "first_k_dense_replace": 2,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     "qwen3_next": (
         "Qwen3NextConfig",
         {

@@ -293,6 +293,25 @@ def test_the_tier_alone(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert two["answers"][0]["cached"] == 0, "raw rows are for the same number of ranks"
 
 
+@pytest.mark.parametrize(
+    ("kind", "llm", "said"),
+    [
+        ("deepseek", {"block_size": None}, "kvstride: MLA on vLLM's CPU backend gives other tokens with any connector"),
+        (
+            "llama",
+            {"prefix_caching_hash_algo": "xxhash"},
+            "prefix_caching_hash_algo is xxhash, whose hashes may collide",
+        ),
+        ("llama", {"enable_lora": True}, "LoRA is on, and vLLM's block hash knows an adapter by its name only"),
+    ],
+)
+def test_refused_by_name(work: Path, kind: str, llm: dict[str, Any], said: str) -> None:
+    """What vLLM would start, and what would then be wrong."""
+    job = {"model": str(work / kind), "kind": kind, "llm": llm, "steps": [], "extra": options(work / "refused")}
+    status, log, _ = engines.run(work, job)
+    assert status != 0 and said in log, log[-3000:]
+
+
 def test_the_http_server(work: Path) -> None:
     """examples/vllm/serve.py: `vllm serve`, killed and started again."""
     done = subprocess.run([sys.executable, str(EXAMPLES / "serve.py")], capture_output=True, text=True, timeout=900)
