@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -32,6 +33,9 @@ VLLM_OPTIONS = frozenset(
     }
 )
 
+#: Block hashes that no two prompts share.
+HASHES = frozenset({"sha256", "sha256_cbor", "sha256_cbor_64bit"})
+
 
 @dataclass(frozen=True)
 class TierOptions:
@@ -60,15 +64,33 @@ class TierOptions:
     @staticmethod
     def parse(given: Mapping[str, Any], where: str) -> TierOptions:
         """Raises ArgumentError that names the option, its value and what it must be."""
-        known = {f.name: f for f in fields(TierOptions)}
-        for name in given:
-            if name not in known:
-                raise ArgumentError(f"{where}: unknown option {name!r}{_instead(name, known)}")
-        for name in ("root_dir", "max_bytes"):
-            if given.get(name) is None:
-                raise ArgumentError(f"{where}: {name} is missing")
-        values = {name: _READ[name](value, f"{where}: {name}") for name, value in given.items() if value is not None}
-        return TierOptions(**values)
+        for fault in faults(given, where):
+            raise ArgumentError(fault)
+        return TierOptions(**readable(given))
+
+
+def faults(given: Mapping[str, Any], where: str) -> list[str]:
+    """What is wrong with a tier's options, a line each."""
+    known = [f.name for f in fields(TierOptions)]
+    found = [f"{where}: unknown option {name!r}{_instead(name, known)}" for name in given if name not in known]
+    found += [f"{where}: {name} is missing" for name in ("root_dir", "max_bytes") if given.get(name) is None]
+    for name, value in given.items():
+        if name in known and value is not None:
+            try:
+                _READ[name](value, f"{where}: {name}")
+            except ArgumentError as error:
+                found.append(str(error))
+    return found
+
+
+def readable(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a tier's options those that are known and can be, parsed."""
+    found = {}
+    for name, value in given.items():
+        with contextlib.suppress(ArgumentError, KeyError):
+            if value is not None:
+                found[name] = _READ[name](value, name)
+    return found
 
 
 def split_options(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,6 +102,38 @@ def split_options(extra: Mapping[str, Any]) -> dict[str, Any]:
                 f"kv_connector_extra_config: unknown option {name!r}{_instead(name, ours | VLLM_OPTIONS)}"
             )
     return {name: value for name, value in extra.items() if name in ours}
+
+
+def with_tier(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with our tier among the secondary ones, and canonical rows unless told otherwise.
+
+    Where `secondary_tiers` is given and no option of ours beside it, it is taken as it is: others' tiers, or none.
+    Raises ArgumentError for what cannot be.
+    """
+    own = split_options(extra)
+    tiers = tiers_of(extra)
+    if own or extra.get("secondary_tiers") is None:
+        TierOptions.parse(own, "kv_connector_extra_config")  # where nothing is given it says what is missing
+        tiers.append({"type": "kvstride", **own})
+    cpu_bytes = extra.get("cpu_bytes_to_use")
+    number = isinstance(cpu_bytes, (int, float)) and not isinstance(cpu_bytes, bool)
+    if not number or not 0 < cpu_bytes < 2**62:  # type: ignore[operator]
+        raise ArgumentError(f"kv_connector_extra_config: cpu_bytes_to_use is {cpu_bytes!r}, expected bytes above 0")
+    rest = {name: value for name, value in extra.items() if name not in own}
+    return {"canonical_layout": True, **rest, "secondary_tiers": tiers}
+
+
+def tiers_of(extra: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A copy of `secondary_tiers`. Raises ArgumentError where that is no list of objects."""
+    tiers = extra.get("secondary_tiers") or []
+    if not isinstance(tiers, list) or any(not isinstance(t, dict) for t in tiers):
+        raise ArgumentError("kv_connector_extra_config: secondary_tiers must be a list of tier configurations")
+    return list(tiers)
+
+
+def our_tier(extra: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Our tier's configuration among the secondary ones."""
+    return next((t for t in extra["secondary_tiers"] if t.get("type") == "kvstride"), None)
 
 
 def _instead(name: str, known: Any) -> str:

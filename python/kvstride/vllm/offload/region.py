@@ -14,6 +14,7 @@ import fcntl
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvstride import StoreError
@@ -88,9 +89,8 @@ def forget_name(engine: str) -> None:
             path.unlink()
 
 
-def sweep() -> int:
-    """Remove what engines of this user left behind that were killed. Returns how many files."""
-    removed = 0
+def _abandoned() -> Iterator[list[Path]]:
+    """Files of each engine of this user that was killed, nobody else's while they are looked at."""
     for path in _SHM.glob("kvstride_*.json"):
         match = _NAME.fullmatch(path.name)
         if not match:
@@ -106,12 +106,24 @@ def sweep() -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.exists(path) and os.stat(path).st_ino != info.st_ino:
                 continue
-            for memory in [*_memory_of(match["engine"]), path]:
-                with contextlib.suppress(FileNotFoundError):
-                    memory.unlink()
-                    removed += 1
+            yield [*_memory_of(match["engine"]), path]
         except BlockingIOError:
             continue  # it lives
         finally:
             os.close(fd)
+
+
+def leftovers() -> list[Path]:
+    """What `sweep` would remove."""
+    return [path for files in _abandoned() for path in files]
+
+
+def sweep() -> int:
+    """Remove what engines of this user left behind that were killed. Returns how many files."""
+    removed = 0
+    for files in _abandoned():
+        for path in files:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+                removed += 1
     return removed

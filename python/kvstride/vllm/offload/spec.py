@@ -18,41 +18,13 @@ from kvstride import ArgumentError, EngineError
 
 from .. import engine, live
 from .needs import ranks_take_turns
-from .options import TierOptions, split_options
+from .options import HASHES, our_tier, with_tier
 from .region import Description, forget_name, sweep
 from .rows import Group, Rows, describe_group
 from .weights import revision_of, settings_of
 from .worker import HostWorker, slot_bytes
 
 logger = init_logger("vllm.kvstride")
-
-#: Block hashes that no two prompts share.
-_HASHES = {"sha256", "sha256_cbor", "sha256_cbor_64bit"}
-
-
-def with_tier(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with our tier among the secondary ones, and canonical rows unless told otherwise.
-
-    Where `secondary_tiers` is given and no option of ours beside it, it is taken as it is: others' tiers, or none.
-    """
-    own = split_options(extra)
-    given = extra.get("secondary_tiers")
-    tiers = list(given or [])
-    if any(not isinstance(t, dict) for t in tiers):
-        raise ArgumentError("kv_connector_extra_config: secondary_tiers must be a list of tier configurations")
-    if own or given is None:
-        TierOptions.parse(own, "kv_connector_extra_config")  # where nothing is given it says what is missing
-        tiers.append({"type": "kvstride", **own})
-    cpu_bytes = extra.get("cpu_bytes_to_use")
-    if isinstance(cpu_bytes, bool) or not isinstance(cpu_bytes, (int, float)) or cpu_bytes <= 0:
-        raise ArgumentError(f"kv_connector_extra_config: cpu_bytes_to_use is {cpu_bytes!r}, expected bytes above 0")
-    rest = {name: value for name, value in extra.items() if name not in own}
-    return {"canonical_layout": True, **rest, "secondary_tiers": tiers}
-
-
-def our_tier(extra: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Our tier's configuration among the secondary ones."""
-    return next((t for t in extra["secondary_tiers"] if t.get("type") == "kvstride"), None)
 
 
 class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
@@ -167,10 +139,10 @@ def describe(
 ) -> Rows:
     """What rows hold, from the engine's configuration and its live tensors. `tier`: our tier's options."""
     hashing = str(config.cache_config.prefix_caching_hash_algo)
-    if hashing not in _HASHES:
+    if hashing not in HASHES:
         raise ArgumentError(
             f"kvstride: prefix_caching_hash_algo is {hashing}, whose hashes may collide; expected one of "
-            f"{', '.join(sorted(_HASHES))}"
+            f"{', '.join(sorted(HASHES))}"
         )
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise ArgumentError(

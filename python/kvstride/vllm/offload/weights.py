@@ -24,16 +24,17 @@ def revision_of(model: str, revision: str | None = None) -> tuple[str, str]:
 
     Raises ArgumentError where neither can be found, naming the option that says it.
     """
-    path = Path(model)
-    if not path.is_dir():
-        path = _cached(model, revision)
+    path = folder_of(model, revision)
     commit = _commit(path)
     if commit is not None:
         return commit
     return path.name or "model", f"files-{fingerprint(path)}"
 
 
-def _cached(model: str, revision: str | None) -> Path:
+def folder_of(model: str, revision: str | None = None) -> Path:
+    """Where the files of a model are: a directory, or the hub's cache. Raises ArgumentError."""
+    if Path(model).is_dir():
+        return Path(model)
     try:
         from huggingface_hub import try_to_load_from_cache
 
