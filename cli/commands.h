@@ -58,6 +58,9 @@ Outcome run_offset(const Options& options);
 Outcome run_detect(const Options& options);
 Outcome run_plan(const Options& options);
 Outcome run_info(const Options& options);
+/// Becomes the doctor of the Python package, which gets `arguments`: returns by throwing kvstride::Error only. `called`
+/// is how this program was.
+Outcome run_doctor(const std::string& called, const std::vector<std::string>& arguments);
 
 /// Reads the command line and runs its command. Throws kvstride::Error for bad input.
 Outcome run_program(int argc, const char* const* argv);

@@ -13,12 +13,13 @@ namespace {
 
 constexpr const char* kAbout =
     "Layouts of paged KV caches: list them, describe them, find an element's byte, detect them from a shape, and "
-    "plan copies between them. And stores of KV chunks: list, check and clean their directories.";
+    "plan copies between them. And stores of KV chunks: list, check and clean their directories; check a set-up of "
+    "vLLM that offloads into them.";
 constexpr const char* kFooter =
     "ORDER is the name of a known layout (kvstride layouts) or layout text such as \"B KV N H D\".\n"
     "Axes: L layer, B block, N token in a block, H KV head, D dim.\n"
-    "Exit codes: 0 done, 2 bad usage or bad input (one line on stderr), 3 ambiguous, 4 unknown, 5 damage found,\n"
-    "130 interrupted.";
+    "Exit codes: 0 done, 2 bad usage or bad input (one line on stderr), 3 ambiguous, 4 unknown, 5 damage found or\n"
+    "a check failed, 130 interrupted.";
 constexpr const char* kGeometryHelp = "Sizes: L=2,B=8,N=16,H=4,D=64[,Dv=..][,k=..]; L is 1 where not given";
 
 using Run = Outcome (*)(const Options&);
@@ -101,6 +102,10 @@ Outcome run_program(int argc, const char* const* argv) {
            options);
   add_command(app, "info", "Version, CPU and what was built in", options, outcome, run_info);
   add_store(app, store, outcome);
+  CLI::App* doctor = app.add_subcommand("doctor", "Check an installation and a configuration of vLLM's offloading");
+  doctor->set_help_flag();  // all that follows is the Python package's
+  doctor->prefix_command();
+  doctor->callback([=, &outcome] { outcome = run_doctor(argc > 0 ? argv[0] : "", doctor->remaining()); });
 
   try {
     app.parse(argc, argv);
@@ -114,7 +119,7 @@ Outcome run_program(int argc, const char* const* argv) {
   }
   if (app.get_subcommands().empty()) {
     throw Error(ErrorCode::kArgument,
-                "give a command: layouts, describe, offset, detect, plan, info or store (see kvstride --help)");
+                "give a command: layouts, describe, offset, detect, plan, info, store or doctor (see kvstride --help)");
   }
   return outcome;
 }

@@ -8,7 +8,10 @@ the last bit.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,22 @@ def test_cold_warm_and_after_a_restart(work: Path, plain: list[dict[str, Any]]) 
     assert chunk_files(root) == files
     # Others on this machine may have engines, too.
     assert len(set(leftovers()) - before) == 0
+
+    # What the doctor says of it without starting one.
+    told = doctor(options(root), work / "llama")
+    assert [told[name]["result"] for name in ("vLLM", "plug-in", "block hashes", "directory")] == ["ok"] * 4
+    assert "verified" in told["speed"]["text"]
+    assert told["stored"]["facts"]["of_model"] == 24 and told["backends"]["facts"]["backends"]
+    assert chunk_files(root) == files
+
+
+def doctor(extra: dict[str, Any], model: Path) -> dict[str, Any]:
+    """Its checks by name."""
+    whole = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    command = [sys.executable, "-m", "kvstride.vllm.doctor", "--json", "--config", json.dumps(whole)]
+    done = subprocess.run([*command, "--model", str(model)], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {check["check"]: check for check in json.loads(done.stdout)["checks"]}
 
 
 def test_damaged_files_are_computed_again(work: Path, plain: list[dict[str, Any]]) -> None:
