@@ -28,8 +28,10 @@ class GroupStore:
         self.group = group
         page = group.portable
         num_rows, row_bytes = rows.shape
-        layout = page.layout(num_rows, row_bytes, blocks) if page else _whole(num_rows, row_bytes, group.tokens * blocks)
-        self._cache: kv.Cache | None = kv.Cache(_from_page(rows, page.first if page else 0, layout), layout)
+        layout = (
+            page.layout(num_rows, row_bytes, blocks) if page else _whole(num_rows, row_bytes, group.tokens * blocks)
+        )
+        self._cache = kv.Cache(_from_page(rows, page.first if page else 0, layout), layout)
         self.space = _namespace(about, group, layout)
         self.store = kv.Store([tier], namespace=self.space, deadline=options.deadline)
 
@@ -40,7 +42,7 @@ class GroupStore:
     def close(self) -> None:
         """End the store: nothing touches the rows any more."""
         self.store.close()
-        self._cache = None
+        del self._cache  # and the rows
 
 
 def _whole(num_rows: int, row_bytes: int, tokens: int) -> kv.Layout:
