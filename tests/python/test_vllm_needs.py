@@ -107,11 +107,13 @@ def test_what_is_missing_is_named(tmp_path: Path, edit: tuple[str, str, str], sa
 
 
 def test_much_is_missing(tmp_path: Path) -> None:
-    """As in 0.29: a spec can be named, and there is no tier that it could use. The first three are named."""
-    files = ("tiering/base.py", "tiering/spec.py", "tiering/factory.py")
+    """A spec can be named, and there is nothing of which it could be made. The first three are named."""
+    files = (BASE, TIER, "tiering/spec.py", REGION, "kv_offload/config.py", "tiering/factory.py")
     status, told = ask(fake_vllm.write(tmp_path, *((file, "", "") for file in files)))
     assert (status, told[0]) == (1, "registered")
-    assert told[-1].startswith(f"{START}tiering.base: ModuleNotFoundError: ") and told[-1].endswith(END)
+    gone = [f"{name}: ModuleNotFoundError: No module named" for name in ("base", "tiering.base", "tiering.spec")]
+    assert told[-1].startswith(START + gone[0]) and all(each in told[-1] for each in gone)
+    assert told[-1].endswith(f" and 2 more{END}")
 
 
 def test_a_release_without_offloading_is_left_alone(tmp_path: Path) -> None:
