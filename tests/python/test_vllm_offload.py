@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,9 +36,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("offload")
 
 
-def leftovers() -> list[str]:
-    """What engines have in shared memory."""
-    return sorted(p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(("vllm_offload_", "kvstride_")))
+def leftovers(log: str) -> list[str]:
+    """What the engine that printed this has in shared memory. Others on this machine may have engines, too."""
+    engine = re.search(r"/dev/shm/vllm_offload_([\w-]+)\.mmap", log)
+    assert engine, log[-6000:]
+    return sorted(p.name for p in Path("/dev/shm").iterdir() if engine[1] in p.name)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,6 @@ def plain(work: Path) -> list[dict[str, Any]]:
 
 def test_cold_warm_and_after_a_restart(work: Path, plain: list[dict[str, Any]]) -> None:
     root = work / "restart"
-    before = set(leftovers())
     steps = [*BOTH, "settle", "reset", *BOTH]
     first = run(work, steps, extra=options(root))
     assert [a["cached"] for a in first["answers"]] == [0, 0, 384, 384]
@@ -64,8 +66,7 @@ def test_cold_warm_and_after_a_restart(work: Path, plain: list[dict[str, Any]]) 
     assert all(same(a, b) for a, b in zip(again["answers"], first["answers"][2:], strict=True))
     assert again["metrics"]["vllm:kvstride_chunks{outcome=ok,verb=load}"] == 24
     assert chunk_files(root) == files
-    # Others on this machine may have engines, too.
-    assert len(set(leftovers()) - before) == 0
+    assert leftovers(first["log"]) == leftovers(again["log"]) == []
 
     # What the doctor says of it without starting one.
     told = doctor(options(root), work / "llama")
@@ -124,14 +125,12 @@ def test_any_tensor_parallel_size_reads_what_another_wrote(work: Path, plain: li
 
 def test_killed_while_it_stores(work: Path, plain: list[dict[str, Any]]) -> None:
     root = work / "killed"
-    before = set(leftovers())
-    run(work, [{"prompt": FIRST}, "settle", {"prompt": SECOND}, "kill"], extra=options(root), killed=True)
-    left = set(leftovers()) - before
-    assert left, "a killed engine leaves its description"
+    killed = run(work, [{"prompt": FIRST}, "settle", {"prompt": SECOND}, "kill"], extra=options(root), killed=True)
+    assert leftovers(killed["log"]), "a killed engine leaves its description"
     found = run(work, BOTH, extra=options(root))
     assert found["answers"][0]["cached"] == 384, "what was complete is there"
     assert all(alike(a, plain[i], 0.01) for i, a in enumerate(found["answers"]))
-    assert not left & set(leftovers())
+    assert leftovers(killed["log"]) == leftovers(found["log"]) == []
 
 
 def test_more_than_both_tiers_hold(work: Path, plain: list[dict[str, Any]]) -> None:
