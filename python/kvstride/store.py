@@ -350,6 +350,11 @@ class Store(_OfProcess):
         what this process knows: the file system is not asked about other processes' chunks, and nothing waits."""
         return self._lookup("lookup", self._core.lookup, keys, heads, ask)
 
+    def holds(self, key: Key | bytes) -> bool:
+        """Whether this process knows all heads of one chunk: `lookup([key], ask=False)`, at a part of its cost, for
+        schedulers that ask for thousands one by one."""
+        return self._core.holds(key if type(key) is bytes else to_keys([key], "holds")[0])
+
     def lookup_prefix(
         self, keys: Sequence[Key | bytes], *, heads: tuple[int, int] | None = None, ask: bool = True
     ) -> int:

@@ -298,6 +298,14 @@ void bind_store(nb::module_& m) {
           },
           nb::arg("keys"), nb::arg("heads").none(), nb::arg("ask"))
       .def(
+          "holds",
+          [](const StoreHandle& self, const nb::bytes& key) {
+            // The GIL is kept: what is asked is in memory, and letting go of it costs more.
+            const Key one(std::as_bytes(std::span(key.c_str(), key.size())));
+            return static_cast<bool>(self->lookup({&one, 1}, {}, false)[0]);
+          },
+          nb::arg("key"))
+      .def(
           "lookup_prefix",
           [](const StoreHandle& self, const nb::list& keys,
              const std::optional<std::pair<std::int64_t, std::int64_t>>& heads, bool ask) {

@@ -35,7 +35,7 @@ class GroupStore:
         self.space = _namespace(about, group, layout)
         self.store = kv.Store([tier], namespace=self.space, deadline=options.deadline)
 
-    def move(self, keys: list[bytes], rows: list[int], load: bool) -> kv.Job:
+    def move(self, keys: list[bytes], rows: np.ndarray, load: bool) -> kv.Job:
         """Start a get into, or a put from, these rows."""
         return (self.store.get if load else self.store.put)(keys, self._cache, rows)
 

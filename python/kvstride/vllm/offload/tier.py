@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,9 @@ logger = init_logger("vllm.kvstride")
 _job_result = fitting(JobResult)
 
 
+_HIT = LookupResult.HIT  # looking up a member costs as much as the rest
+
+
 @dataclass
 class _Job:
     """A job of vLLM, as jobs of stores: one for each KV cache group in it."""
@@ -44,7 +47,7 @@ class _Job:
     load: bool
     request: str
     keys: list[bytes]
-    parts: list[tuple[list[int], kv.Job]]
+    parts: list[tuple[Sequence[int], kv.Job]]
     begin: float = field(default_factory=time.monotonic)
 
 
@@ -83,8 +86,9 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
             prepare=True,
         )
         blocks = offloading_spec.config.cache.blocks_per_chunk
+        #: By the last four bytes of vLLM's offload keys, which are a block hash and the number of its KV cache group.
         self._groups = {
-            group.index: GroupStore(self._tier, self._rows, about, group, blocks, self._options)
+            group.index.to_bytes(4, "big"): GroupStore(self._tier, self._rows, about, group, blocks, self._options)
             for group in about.groups
         }
         self._asker = Asker()
@@ -129,13 +133,12 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """HIT or MISS where it is known, RETRY while the file system is asked."""
-        group = self._groups.get(_group_of(key))
-        failed = self._failed.get(req_context.req_id)
-        if group is None or (failed is not None and key in failed):
+        group = self._groups.get(key[-4:])
+        if group is None or (self._failed and key in self._failed.get(req_context.req_id, ())):
             return LookupResult.MISS
         chunk = key[:-4]
-        if group.store.lookup([chunk], ask=False)[0]:
-            return LookupResult.HIT
+        if group.store.holds(chunk):
+            return _HIT
         answer = self._asker.answer(req_context.req_id, group, chunk)
         if answer is None:
             return LookupResult.RETRY
@@ -163,18 +166,20 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
         self._submit(job_metadata, True)
 
     def _submit(self, job: Any, load: bool) -> None:
-        keys = [bytes(k) for k in job.keys]
-        places: dict[int, list[int]] = {}
-        for i, key in enumerate(keys):
-            places.setdefault(_group_of(key), []).append(i)
+        keys = list(job.keys)
+        suffixes = {key[-4:] for key in keys}
         parts = []
-        for index, mine in places.items():
-            group = self._groups.get(index)
+        for suffix in suffixes:
+            group = self._groups.get(suffix)
             if group is None:
                 continue
+            mine: Sequence[int] = range(len(keys))
+            names, rows = keys, np.asarray(job.chunk_ids, np.int64)
+            if len(suffixes) > 1:
+                mine = [i for i, key in enumerate(keys) if key[-4:] == suffix]
+                names, rows = [keys[i] for i in mine], rows[mine]
             try:
-                rows = [int(job.chunk_ids[i]) for i in mine]
-                parts.append((mine, group.move([keys[i][:-4] for i in mine], rows, load)))
+                parts.append((mine, group.move([key[:-4] for key in names], rows, load)))
             except kv.Error as error:  # a closed store, no thread: never of the data
                 logger.error("kvstride: %s of %d chunks: %s", "load" if load else "store", len(mine), error)
         self._jobs[job.job_id] = _Job(load, job.req_context.req_id, keys, parts)
@@ -185,13 +190,14 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
         return [self._result(i, self._jobs.pop(i)) for i in done]
 
     def _result(self, job_id: int, job: _Job) -> Any:
-        kept: list[int] = []
+        good: list[Any] = []
         for mine, part in job.parts:
-            for i, outcome in zip(mine, part.wait(), strict=True):
-                self._stats.count("load" if job.load else "store", outcome)
-                if outcome == "ok":
-                    kept.append(i)
-        good: list[Any] = [job.keys[i] for i in kept]
+            outcomes = part.wait()
+            self._stats.count("load" if job.load else "store", outcomes)
+            if outcomes.count("ok") == len(job.keys):
+                good = job.keys
+            else:
+                good += [job.keys[i] for i, outcome in zip(mine, outcomes, strict=True) if outcome == "ok"]
         whole = len(good) == len(job.keys)
         if job.load and not whole:
             # Or the same request would ask for the same chunk again.
@@ -220,8 +226,8 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
         """What was stored, and what has gone from the directory, where that is wanted."""
         if self._events is None:
             return ()
-        for index, group in self._groups.items():
-            gone: list[Any] = [key + index.to_bytes(4, "big") for key in group.store.take_gone()]
+        for suffix, group in self._groups.items():
+            gone: list[Any] = [key + suffix for key in group.store.take_gone()]
             if gone:
                 self._events.append(OffloadingEvent(keys=gone, medium=self.medium, removed=True))
         out, self._events = self._events, []
@@ -243,11 +249,6 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
         self._groups = {}
         self._tier.close()
         self._rows = None  # type: ignore[assignment]
-
-
-def _group_of(key: bytes) -> int:
-    """vLLM's offload key is a block hash and the number of its KV cache group, four bytes."""
-    return int.from_bytes(key[-4:], "big")
 
 
 def agreed(config: Any, options: TierOptions) -> Rows:
