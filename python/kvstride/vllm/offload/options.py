@@ -46,7 +46,8 @@ class TierOptions:
     that other users of the group share. `engine`: 'auto', 'io_uring' or 'blocking'. `num_threads`: of I/O, 0 for the
     engine's own choice. `revision`: a commit or a fingerprint of the weights, where it cannot be found out.
     `lora_names_are_fixed`: an adapter's name never means other weights (vLLM's block hash knows the name only).
-    `enable_kv_events`: tell routers what is stored and removed.
+    `enable_kv_events`: tell routers what is stored and removed. `locality`: what requests and routers are told of the
+    directory, 'LOCAL' or 'REMOTE'.
     """
 
     root_dir: str
@@ -60,6 +61,7 @@ class TierOptions:
     revision: str | None = None
     lora_names_are_fixed: bool = False
     enable_kv_events: bool = False
+    locality: str | None = None
 
     @staticmethod
     def parse(given: Mapping[str, Any], where: str) -> TierOptions:
@@ -172,6 +174,12 @@ def _engine(value: Any, what: str) -> str:
     return str(value)
 
 
+def _locality(value: Any, what: str) -> str:
+    if value not in ("LOCAL", "REMOTE"):
+        raise ArgumentError(f"{what} is {value!r}, expected 'LOCAL' or 'REMOTE'")
+    return str(value)
+
+
 _READ: dict[str, Callable[[Any, str], Any]] = {
     "root_dir": _text,
     "max_bytes": _whole,
@@ -184,4 +192,5 @@ _READ: dict[str, Callable[[Any, str], Any]] = {
     "revision": _text,
     "lora_names_are_fixed": _flag,
     "enable_kv_events": _flag,
+    "locality": _locality,
 }

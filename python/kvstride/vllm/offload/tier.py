@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from vllm.logger import init_logger
+from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
@@ -68,6 +69,9 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
         start = fitting(super().__init__)
         start(offloading_spec, primary_kv_view, tier_type, backpressure_detector=backpressure_detector)
         self._options = TierOptions.parse(options, f"secondary tier '{tier_type}'")
+        # 0.30 knows no localities.
+        kinds = getattr(base, "Locality", None)
+        self.locality = kinds(self._options.locality) if kinds and self._options.locality else None
         about = agreed(offloading_spec.config, self._options)
         self._jobs: dict[int, _Job] = {}
         self._failed: dict[str, set[bytes]] = {}
@@ -203,7 +207,7 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
             # Or the same request would ask for the same chunk again.
             self._failed.setdefault(job.request, set()).update(set(job.keys) - set(good))
         if not job.load and good and self._events is not None:
-            self._events.append(OffloadingEvent(keys=good, medium=self.medium, removed=False))
+            self._events.append(self._event(good, removed=False))
         return _job_result(
             job_id=job_id,
             success=whole,
@@ -229,9 +233,12 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
         for suffix, group in self._groups.items():
             gone: list[Any] = [key + suffix for key in group.store.take_gone()]
             if gone:
-                self._events.append(OffloadingEvent(keys=gone, medium=self.medium, removed=True))
+                self._events.append(self._event(gone, removed=True))
         out, self._events = self._events, []
         return out
+
+    def _event(self, keys: list[Any], removed: bool) -> Any:
+        return fitting(OffloadingEvent)(keys=keys, medium=self.medium, removed=removed, locality=self.locality)
 
     def get_stats(self) -> Any:
         """kvstride's counters; those of the directory once a second."""
