@@ -99,8 +99,10 @@ def test_two_hundred_prompts(
         for i, answer in zip(steps, found["answers"], strict=True):
             assert alike(answer, alone[i], 0.1), f"prompt {i} of engine {start}"
         if start and "max_bytes" not in extra and "blocks_per_chunk" not in extra:
-            # Each block of each prompt is there: the engine before has computed all of them.
-            assert [a["cached"] for a in found["answers"]] == [whole(PROMPTS[i]) for i in steps]
+            # Each block of each prompt is there: the engine before has computed all of them. Where a prompt ends with a
+            # block vLLM counts the last one as cached or not, by where it comes from; it computes a token of it anyway.
+            for i, answer in zip(steps, found["answers"], strict=True):
+                assert answer["cached"] in (whole(PROMPTS[i]), len(PROMPTS[i]) // BLOCK * BLOCK), f"prompt {i}"
         assert found["metrics"]["vllm:kvstride_chunks{outcome=ok,verb=store}"] > 0 or start
         assert not [n for n in found["metrics"] if "outcome=corrupt" in n]
 
