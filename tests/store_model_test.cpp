@@ -89,7 +89,10 @@ class Life {
   void step() {
     ++book_.operations;
     doubt_evicted();
-    if (window_ > 0 && --window_ == 0) io->lift();
+    if (window_ > 0 && --window_ == 0) {
+      io->lift();
+      full_ = false;
+    }
     switch (random_() % 20) {
       case 0: return remove();
       case 1: return window_ == 0 && random_() % 3 == 0 ? fault() : pin();
@@ -151,7 +154,7 @@ class Life {
   static void begin(State& state) { state = state == kAbsent ? kMaybe : state; }
   void done(State& state, bool on_disk) const {
     if (state == kSpoiled) return;
-    const State now = !roomy_ ? kMaybe : on_disk ? kSure : kHere;
+    const State now = !roomy_ || full_ ? kMaybe : on_disk ? kSure : kHere;
     EXPECT_TRUE(on_disk || with_host_ || !roomy_) << "put is ok, and there is no file";
     state = std::max(state, now);
   }
@@ -279,6 +282,9 @@ class Life {
     fault.share = 0.02 * static_cast<double>(1 + random_() % 40);
     if (random_() % 4 == 0) fault = {.calls = kRead | kWrite, .effect = Fault::kShort, .share = 0.3};
     if (random_() % 8 == 0) io->jump(std::chrono::hours(static_cast<int>(random_() % 20'000) - 10'000));
+    // A full disk is a reason to evict what is there. Doubted now: the process may be killed before it counts them.
+    full_ = fault.error == ENOSPC;
+    if (full_) book_.doubt(false);
     io->set(fault);
     window_ = 1 + static_cast<int>(random_() % 12);
   }
@@ -333,7 +339,8 @@ class Life {
   std::vector<std::unique_ptr<Client>> raw_;
   std::array<std::vector<std::unique_ptr<BlockClient>>, kSpaces> parts_;
   std::vector<Pins> pins_;
-  int window_ = 0;  ///< operations until the fault is over
+  int window_ = 0;     ///< operations until the fault is over
+  bool full_ = false;  ///< the fault is a full disk
   std::uint64_t asked_put_ = 0;
   std::uint64_t asked_get_ = 0;
   std::uint64_t evictions_ = 0;

@@ -17,7 +17,7 @@ constexpr std::int64_t kSmall = 512 << 10;  ///< transfers that are started toge
 /// With so many bytes under way a thread starts no other file: the disk has enough to do, and files that end one after
 /// the other are checked or made while the next ones move, where many at once would all end, and begin, together.
 constexpr std::int64_t kEnough = 16 << 20;
-constexpr int kMostTries = 16;              ///< of a page that comes or goes in part only
+constexpr int kMostTries = 16;  ///< of a page that comes or goes in part only
 
 }  // namespace
 
