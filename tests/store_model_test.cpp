@@ -126,10 +126,12 @@ class Life {
     const int at = space();
     const std::vector<int> numbers = some();
     for (const int number : numbers) begin(book_.raw[at][number]);
+    const std::uint64_t busy = num_busy();
     const Outcomes put = raw_[static_cast<std::size_t>(at)]->put(numbers);
     asked_put_ += numbers.size();
     for (std::size_t i = 0; i < put.size(); ++i) {
-      if (put[i] == Outcome::kOk) done(book_.raw[at][numbers[i]], on_disk(raw_space(at), numbers[i], {}));
+      if (put[i] == Outcome::kOk)
+        done(book_.raw[at][numbers[i]], on_disk(raw_space(at), numbers[i], {}), busy != num_busy());
       expect_allowed(put[i]);
     }
   }
@@ -142,22 +144,26 @@ class Life {
         use(book_.heads[at][number][client.first_head() + head]);
     };
     for (const int number : numbers) each(number, [&](State& state) { begin(state); });
+    const std::uint64_t busy = num_busy();
     const Outcomes put = client.put(numbers);
     const store::Heads heads{static_cast<std::uint16_t>(client.first_head()),
                              static_cast<std::uint16_t>(client.num_heads())};
     for (std::size_t i = 0; i < put.size(); ++i) {
       const bool there = on_disk(block_space(at), numbers[i], heads);
-      if (put[i] == Outcome::kOk) each(numbers[i], [&](State& state) { done(state, there); });
+      if (put[i] == Outcome::kOk) each(numbers[i], [&](State& state) { done(state, there, busy != num_busy()); });
       expect_allowed(put[i]);
     }
   }
   static void begin(State& state) { state = state == kAbsent ? kMaybe : state; }
-  void done(State& state, bool on_disk) const {
+  void done(State& state, bool on_disk, bool busy) const {
     if (state == kSpoiled) return;
-    const State now = !roomy_ || full_ ? kMaybe : on_disk ? kSure : kHere;
+    const State now = !roomy_ || full_ ? kMaybe : !busy && on_disk ? kSure : with_host_ ? kHere : kMaybe;
     EXPECT_TRUE(on_disk || with_host_ || !roomy_) << "put is ok, and there is no file";
     state = std::max(state, now);
   }
+
+  /// Puts that a file which is about to go has kept from the disk: it is there still, and the new one in memory only.
+  std::uint64_t num_busy() const { return disk_->metrics().counters.at("refused_busy"); }
 
   void get_raw() {
     const int at = space();
