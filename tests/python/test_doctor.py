@@ -717,6 +717,8 @@ def test_the_program_looks_beside_itself_and_on_path(tmp_path):
     python(beside, False)
     python(there, False)
     assert_refused(call(), f"{beside}/python3 and python3 do not")
+    if pathlib.Path(program).read_bytes()[:2] == b"#!":
+        return  # an installed wheel, whose script is what follows
     # As a wheel has it that brings libraries along: a script, and the program elsewhere.
     elsewhere = tmp_path / "kvstride.scripts"
     elsewhere.mkdir()
