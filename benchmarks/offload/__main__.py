@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to the first token of a live vLLM, side by side: no connector, kvstride, vLLM's fs tier, a plain copying worker.
 
-    python offload [--rounds N] [--dir DIR] [--json FILE]
+    python offload [--rounds N] [--repeats N] [--dtype float32] [--dir DIR] [--json FILE]
 
-Each system is an engine on the seeded 92 M-parameter model that serves prompts of four lengths: cold, then from host
+Each system is an engine on the seeded 92 M-parameter model that serves prompts of four lengths (`--repeats` of each):
+cold, then from host
 memory (vLLM's prefix cache is reset), then, in a new process, from the directory. The systems take turns, and each
 figure is the median over rounds of the ratio to the other system in the same round. Loads from a directory come from
 the disk: its pages are dropped from the page cache before. Also told: tokens that were not computed, bytes on disk, and
@@ -28,7 +29,6 @@ from engines import run
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [168, 360, 744, 1512]
-REPEATS = 3
 BLOCK = 32
 
 
@@ -44,19 +44,19 @@ def systems(root: Path) -> dict[str, dict[str, Any] | None]:
     }
 
 
-def prompts(seed: int) -> list[dict[str, Any]]:
-    """REPEATS prompts of each length that have no prefix in common."""
+def prompts(seed: int, repeats: int) -> list[dict[str, Any]]:
+    """So many prompts of each length that have no prefix in common."""
     rng = random.Random(seed)
-    return [{"prompt": [rng.randrange(10, 1000) for _ in range(length)], "tokens": 2} for length in LENGTHS * REPEATS]
+    return [{"prompt": [rng.randrange(10, 1000) for _ in range(length)], "tokens": 2} for length in LENGTHS * repeats]
 
 
-def engine(work: Path, extra: dict[str, Any] | None, steps: list[Any]) -> dict[str, Any]:
+def engine(work: Path, dtype: str, extra: dict[str, Any] | None, steps: list[Any]) -> dict[str, Any]:
     """One engine's answers, without those of its warm-up."""
     warm = [{"prompt": list(range(900, 964)), "tokens": 2}] * 3
     job: dict[str, Any] = {
         "model": str(work / "llama-92m"),
         "kind": "llama-92m",
-        "llm": {"max_model_len": 1600, "block_size": BLOCK, "num_gpu_blocks_override": 512},
+        "llm": {"max_model_len": 1600, "block_size": BLOCK, "num_gpu_blocks_override": 512, "dtype": dtype},
         "steps": [*warm, *steps],
         "profile": True,
     }
@@ -89,16 +89,16 @@ def seconds(answers: list[dict[str, Any]]) -> dict[int, float]:
     }
 
 
-def one_round(work: Path, number: int) -> dict[str, Any]:
+def one_round(work: Path, number: int, dtype: str, repeats: int) -> dict[str, Any]:
     """All systems once, with prompts of their own."""
-    asked = prompts(number)
+    asked = prompts(number, repeats)
     with tempfile.TemporaryDirectory(dir=work) as directory:
         root = Path(directory)
         out: dict[str, Any] = {}
         names = list(systems(root).items())
         for name, extra in names if number % 2 else names[::-1]:
             again = ["settle", "reset", *asked] if extra is not None else []
-            told = engine(work, extra, [*asked, *again])
+            told = engine(work, dtype, extra, [*asked, *again])
             cold, warm = told["answers"][: len(asked)], told["answers"][len(asked) :]
             found = {"cold": seconds(cold), "profile": told["profile"]}
             if warm:
@@ -107,7 +107,7 @@ def one_round(work: Path, number: int) -> dict[str, Any]:
             place = root / name.removeprefix("vLLM ").removesuffix(" tier")
             if place.exists():
                 found["bytes"] = drop_pages(place)
-                told = engine(work, extra, asked)
+                told = engine(work, dtype, extra, asked)
                 found["directory"] = seconds(told["answers"])
                 found["directory tokens"] = sum(a["cached"] for a in told["answers"])
                 found["reading profile"] = told["profile"]
@@ -129,6 +129,8 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="offload", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16", help="of the computation; float32 where bfloat16 is emulated")
     parser.add_argument("--dir", type=Path, default=ROOT / "build", help="where stores lie while it runs")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
@@ -137,10 +139,10 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
         work = Path(directory)
-        engine(work, None, [])  # writes the model
+        engine(work, options.dtype, None, [])  # writes the model
         rounds = []
         for number in range(options.rounds):
-            rounds.append(one_round(work, number))
+            rounds.append(one_round(work, number, options.dtype, options.repeats))
             print(f"round {number + 1} of {options.rounds} is done", file=sys.stderr)
     if options.json:
         options.json.write_text(json.dumps({"lengths": LENGTHS, "rounds": rounds}, indent=1) + "\n")
