@@ -394,7 +394,7 @@ TEST_F(CountTest, WhatCannotBeWrittenIsKept) {
   EXPECT_FALSE(flushed);
   EXPECT_EQ(room, Room::kBusy);
   EXPECT_EQ(count, Count::kOther);
-  EXPECT_EQ(error, "ledger: write: no room, or an input/output error");
+  EXPECT_EQ(error, "ledger: write: File too large");
   EXPECT_EQ(used(), 1100);
   EXPECT_EQ(a->live_tokens().size(), 2U);
   EXPECT_EQ(b->reserve(10'000 - 1100 - 1500), Room::kTaken);
