@@ -126,12 +126,11 @@ class Life {
     const int at = space();
     const std::vector<int> numbers = some();
     for (const int number : numbers) begin(book_.raw[at][number]);
-    const std::uint64_t busy = num_busy();
     const Outcomes put = raw_[static_cast<std::size_t>(at)]->put(numbers);
     asked_put_ += numbers.size();
     for (std::size_t i = 0; i < put.size(); ++i) {
       if (put[i] == Outcome::kOk)
-        done(book_.raw[at][numbers[i]], on_disk(raw_space(at), numbers[i], {}), busy != num_busy());
+        done(book_.raw[at][numbers[i]], on_disk(raw_space(at), numbers[i], {}), raw_going_[at][numbers[i]]);
       expect_allowed(put[i]);
     }
   }
@@ -144,26 +143,24 @@ class Life {
         use(book_.heads[at][number][client.first_head() + head]);
     };
     for (const int number : numbers) each(number, [&](State& state) { begin(state); });
-    const std::uint64_t busy = num_busy();
     const Outcomes put = client.put(numbers);
     const store::Heads heads{static_cast<std::uint16_t>(client.first_head()),
                              static_cast<std::uint16_t>(client.num_heads())};
     for (std::size_t i = 0; i < put.size(); ++i) {
       const bool there = on_disk(block_space(at), numbers[i], heads);
-      if (put[i] == Outcome::kOk) each(numbers[i], [&](State& state) { done(state, there, busy != num_busy()); });
+      if (put[i] == Outcome::kOk)
+        each(numbers[i], [&](State& state) { done(state, there, heads_going_[at][numbers[i]]); });
       expect_allowed(put[i]);
     }
   }
   static void begin(State& state) { state = state == kAbsent ? kMaybe : state; }
-  void done(State& state, bool on_disk, bool busy) const {
+  /// Where an old file is `going` the new one may be in memory only, now or when it is written.
+  void done(State& state, bool on_disk, bool going) const {
     if (state == kSpoiled) return;
-    const State now = !roomy_ || full_ ? kMaybe : !busy && on_disk ? kSure : with_host_ ? kHere : kMaybe;
+    const State now = !roomy_ || full_ ? kMaybe : on_disk && !going ? kSure : with_host_ ? kHere : kMaybe;
     EXPECT_TRUE(on_disk || with_host_ || !roomy_) << "put is ok, and there is no file";
     state = std::max(state, now);
   }
-
-  /// Puts that a file which is about to go has kept from the disk: it is there still, and the new one in memory only.
-  std::uint64_t num_busy() const { return disk_->metrics().counters.at("refused_busy"); }
 
   void get_raw() {
     const int at = space();
@@ -244,8 +241,9 @@ class Life {
     raw ? raw_[static_cast<std::size_t>(at)]->remove(numbers) : part(at).store.remove(keys_of(numbers));
     // A fault may keep the file, and so may a crash before it is gone.
     const Namespace space = raw ? raw_space(at) : block_space(at);
-    if (window_ == 0 && soon([&] { return !on_disk(space, numbers[0]); }, 1000ms))
-      each([](State& state) { state = kAbsent; });
+    bool& going = (raw ? raw_going_ : heads_going_)[at][numbers[0]];
+    going = window_ > 0 || !soon([&] { return !on_disk(space, numbers[0]); }, 1000ms);
+    if (!going) each([](State& state) { state = kAbsent; });
   }
   /// Whether there is a file of a chunk, or of some heads of it.
   bool on_disk(const Namespace& space, int number, std::optional<store::Heads> heads = std::nullopt) const {
@@ -345,7 +343,9 @@ class Life {
   std::vector<std::unique_ptr<Client>> raw_;
   std::array<std::vector<std::unique_ptr<BlockClient>>, kSpaces> parts_;
   std::vector<Pins> pins_;
-  int window_ = 0;     ///< operations until the fault is over
+  int window_ = 0;                       ///< operations until the fault is over
+  bool raw_going_[kSpaces][kKeys] = {};  ///< removed, and perhaps still there: this process removes it when it can
+  bool heads_going_[kSpaces][kKeys] = {};
   bool full_ = false;  ///< the fault is a full disk
   std::uint64_t asked_put_ = 0;
   std::uint64_t asked_get_ = 0;
