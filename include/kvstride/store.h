@@ -110,6 +110,8 @@ class Job {
  public:
   explicit Job(std::shared_ptr<store::JobState> state) : state_(std::move(state)) {}
   bool done() const;
+  /// Whether every chunk has its outcome, and all are kOk.
+  bool ok() const;
   /// Waits until every chunk has its outcome, which is never much later than the deadline.
   std::vector<Outcome> wait() const;
   /// The same, but no longer than `time`; whether it is done.

@@ -153,6 +153,11 @@ class Job(_OfProcess):
             self._keeps = ()  # caches, buffers and the store
         return self._core.done
 
+    @property
+    def ok(self) -> bool:
+        """Whether every chunk has its outcome, and all are 'ok'."""
+        return self._core.ok
+
     def wait(self, timeout: float | None = None) -> list[str]:
         """One outcome for each key: 'ok', 'miss', 'corrupt', 'io_error', 'timeout' or 'refused'.
 

@@ -189,6 +189,7 @@ void bind_store(nb::module_& m) {
 
   nb::class_<Job>(m, "Job")
       .def_prop_ro("done", &Job::done)
+      .def_prop_ro("ok", &Job::ok)
       .def("wait",
            [](const Job& self) {
              std::vector<Outcome> outcomes;

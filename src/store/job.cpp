@@ -2,6 +2,8 @@
 // Ending chunks of a request, and waiting for it.
 #include "store/job.h"
 
+#include <algorithm>
+
 namespace kvstride {
 namespace store {
 
@@ -29,6 +31,11 @@ std::string_view name_of(Outcome outcome) noexcept {
 }
 
 bool Job::done() const { return state_->left.load() == 0; }
+
+bool Job::ok() const {
+  const auto is_ok = [](Outcome outcome) { return outcome == Outcome::kOk; };
+  return done() && std::all_of(state_->outcomes.begin(), state_->outcomes.end(), is_ok);
+}
 
 std::vector<Outcome> Job::wait() const {
   std::unique_lock lock(state_->mutex);

@@ -835,6 +835,24 @@ def test_who_is_done_keeps_nothing(tmp_path):
         assert kept() is None
 
 
+def test_one_key_and_one_answer_for_all():
+    """What schedulers ask most: `holds` for one key, `ok` for all chunks of a job."""
+    with kv.Store(kv.HostTier(8 << 20), namespace=namespace()) as store:
+        gate = threading.Event()
+        job = store.put(keys(2), cache(), [0, 1], after=gate)
+        assert not job.ok and not store.holds(keys(1)[0])
+        gate.set()
+        assert job.wait() == ["ok", "ok"] and job.ok
+        assert store.holds(keys(1)[0]) and store.holds(bytes(keys(1)[0])) and not store.holds(b"other")
+        some = store.get(keys(3), cache(seed=2), [0, 1, 2])
+        assert some.wait() == ["ok", "ok", "miss"] and some.done and not some.ok
+        for wrong in (b"", bytes(65), "text"):
+            with pytest.raises((kv.ArgumentError, kv.DTypeError), match="key"):
+                store.holds(wrong)
+    with pytest.raises(kv.StoreError, match="closed"):
+        store.holds(keys(1)[0])
+
+
 def test_all_pieces_of_a_chunk_are_promoted(tmp_path):
     host, directory = kv.HostTier(8 << 20), kv.DirectoryTier(tmp_path / "store", 16 << 20, keep_free=0)
     with kv.Store(directory, namespace=namespace()) as store:

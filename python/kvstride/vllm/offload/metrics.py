@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,10 +40,9 @@ class Stats:
         self._chunks: dict[tuple[str, str], int] = {}
         self._told: dict[str, int] = {}
 
-    def count(self, verb: str, outcomes: list[str]) -> None:
-        """Outcomes of chunks."""
-        for outcome, number in Counter(outcomes).items():
-            self._chunks[verb, outcome] = self._chunks.get((verb, outcome), 0) + number
+    def count(self, verb: str, outcome: str, number: int = 1) -> None:
+        """The outcome of so many chunks."""
+        self._chunks[verb, outcome] = self._chunks.get((verb, outcome), 0) + number
 
     def take(self, tier: Mapping[str, Any] | None) -> Any:
         """All of it, with a directory's metrics where they are given; None where there is nothing."""
