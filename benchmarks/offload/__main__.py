@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "vllm"))
 
-from engines import run
+from engines import quick_dtype, run
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [168, 360, 744, 1512]
@@ -130,7 +130,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="offload", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtype", default="bfloat16", help="of the computation; float32 where bfloat16 is emulated")
+    parser.add_argument("--dtype", default=quick_dtype(), help="of the computation (%(default)s on this CPU)")
     parser.add_argument("--dir", type=Path, default=ROOT / "build", help="where stores lie while it runs")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()

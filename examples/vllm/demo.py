@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import chunk_files, compare, run
+from engines import chunk_files, compare, quick_dtype, run
 
 LENGTHS = [168, 360, 744, 1512]
 BLOCK = 32
@@ -65,7 +65,7 @@ class Story:
             "model": str(self.work / "llama-92m"),
             "kind": "llama-92m",
             "tp": tp,
-            "llm": {"max_model_len": 1600, "block_size": BLOCK, "num_gpu_blocks_override": 128},
+            "llm": {"max_model_len": 1600, "block_size": BLOCK, "num_gpu_blocks_override": 128, "dtype": quick_dtype()},
             "steps": [*self._warm, *self._asked, *then],
         }
         if offload:
@@ -102,7 +102,7 @@ class Story:
         self.row("no connector", plain, plain, from_store=0)
         cold = self.engine(1, True, ["settle", "kill"], killed=True)
         self.row("cold, then kill -9", cold, plain, from_store=0)
-        self.row("restart", self.engine(1, True, []), plain, from_store=whole, noise=0.02)
+        self.row("restart", self.engine(1, True, []), plain, from_store=whole, noise=0.05)
         two = self.engine(2, True, [])
         bytes_right = all(
             rank_digests == [[heads[r : r + 1] for heads in layer] for layer in one["digests"][0]]

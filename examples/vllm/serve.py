@@ -31,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
+from engines import quick_dtype
 from offload_engine import write_model
 
 import live_engine
@@ -69,7 +70,16 @@ def server(model: Path, extra: dict[str, Any], log: Path) -> Iterator[str]:
     transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config", json.dumps(transfer)]
-    command += ["--enforce-eager", "--max-model-len", "1600", "--block-size", "32", "--enable-prompt-tokens-details"]
+    command += [
+        "--dtype",
+        quick_dtype(),
+        "--enforce-eager",
+        "--max-model-len",
+        "1600",
+        "--block-size",
+        "32",
+        "--enable-prompt-tokens-details",
+    ]
     environment = os.environ | live_engine.ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "INFO"}
     with log.open("a") as out:
