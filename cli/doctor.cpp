@@ -52,8 +52,7 @@ std::vector<char*> to_argv(std::vector<std::string>& words) {
 
 /// Whether there is such an interpreter and it finds the package.
 bool has_package(const std::string& python) {
-  std::vector<std::string> words{python, "-P", "-c",
-                                 "import importlib.util as u, sys; sys.exit(0 if u.find_spec('kvstride') else 1)"};
+  std::vector<std::string> words{python, "-P", "-c", kLook};
   posix_spawn_file_actions_t silent;
   ::posix_spawn_file_actions_init(&silent);
   ::posix_spawn_file_actions_addopen(&silent, STDERR_FILENO, "/dev/null", O_WRONLY, 0);

@@ -4,11 +4,10 @@
     python offload [--rounds N] [--repeats N] [--dtype float32] [--dir DIR] [--json FILE]
 
 Each system is an engine on the seeded 92 M-parameter model that serves prompts of four lengths (`--repeats` of each):
-cold, then from host
-memory (vLLM's prefix cache is reset), then, in a new process, from the directory. The systems take turns, and each
-figure is the median over rounds of the ratio to the other system in the same round. Loads from a directory come from
-the disk: its pages are dropped from the page cache before. Also told: tokens that were not computed, bytes on disk, and
-what kvstride's tier costs vLLM's scheduler a block.
+cold, then from host memory (vLLM's prefix cache is reset), then, in a new process, from the directory. The systems take
+turns, and each figure is the median over rounds of the ratio to the other system in the same round. Loads from a
+directory come from the disk: its pages are dropped from the page cache before. Also told: tokens that were not
+computed, and bytes on disk. What vLLM's scheduler pays is measured by scheduler.py.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "vllm"))
 
-from engines import quick_dtype, run
+from engines import python_path, quick_dtype, run
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [168, 360, 744, 1512]
@@ -58,7 +57,6 @@ def engine(work: Path, dtype: str, extra: dict[str, Any] | None, steps: list[Any
         "kind": "llama-92m",
         "llm": {"max_model_len": 1600, "block_size": BLOCK, "num_gpu_blocks_override": 512, "dtype": dtype},
         "steps": [*warm, *steps],
-        "profile": True,
     }
     if extra is not None:
         job["extra"] = extra
@@ -100,7 +98,7 @@ def one_round(work: Path, number: int, dtype: str, repeats: int) -> dict[str, An
             again = ["settle", "reset", *asked] if extra is not None else []
             told = engine(work, dtype, extra, [*asked, *again])
             cold, warm = told["answers"][: len(asked)], told["answers"][len(asked) :]
-            found = {"cold": seconds(cold), "profile": told["profile"]}
+            found: dict[str, Any] = {"cold": seconds(cold)}
             if warm:
                 found["host"] = seconds(warm)
                 found["host tokens"] = sum(a["cached"] for a in warm)
@@ -110,7 +108,6 @@ def one_round(work: Path, number: int, dtype: str, repeats: int) -> dict[str, An
                 told = engine(work, dtype, extra, asked)
                 found["directory"] = seconds(told["answers"])
                 found["directory tokens"] = sum(a["cached"] for a in told["answers"])
-                found["reading profile"] = told["profile"]
             out[name] = found
         return out
 
@@ -134,9 +131,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=ROOT / "build", help="where stores lie while it runs")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+    os.environ["PYTHONPATH"] = python_path(Path(__file__).parent)  # copy_spec.py
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
         work = Path(directory)
         engine(work, options.dtype, None, [])  # writes the model
@@ -165,10 +160,6 @@ def tell(rounds: list[dict[str, Any]]) -> None:
     for name, found in rounds[-1].items():
         if "bytes" in found:
             print(f"{name}: {found['bytes'] / 1e6:.1f} MB, {found['directory tokens']} tokens from the directory")
-    for kind in ("profile", "reading profile"):
-        costs = rounds[-1]["kvstride"].get(kind, {})
-        for method, (calls, time) in sorted(costs.items()):
-            print(f"{kind}: {method:20} {calls:6} calls {time * 1e6 / max(calls, 1):8.2f} us each")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ import time
 from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvstride.vllm.offload.spec import KvstrideSpec
 
 
 class CopyWorker(OffloadingWorker):  # type: ignore[misc]
@@ -60,12 +61,5 @@ class CopySpec(TieringOffloadingSpec):  # type: ignore[misc]
     def get_worker(self, kv_caches: Any) -> Any:
         """The worker."""
         if not self._worker:
-            region = SharedOffloadRegion(
-                engine_id=self._engine_id,
-                num_chunks=self.num_chunks,
-                rank=self.config.parallel.rank,
-                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-                cpu_page_size=self.cpu_page_size_per_worker,
-            )
-            self._worker = CopyWorker(kv_caches, region)
+            self._worker = CopyWorker(kv_caches, KvstrideSpec._region(self))
         return self._worker

@@ -102,7 +102,7 @@ class Story:
         self.row("no connector", plain, plain, from_store=0)
         cold = self.engine(1, True, ["settle", "kill"], killed=True)
         self.row("cold, then kill -9", cold, plain, from_store=0)
-        self.row("restart", self.engine(1, True, []), plain, from_store=whole, noise=0.05)
+        self.row("restart", self.engine(1, True, []), plain, from_store=whole, noise=0.02)
         two = self.engine(2, True, [])
         bytes_right = all(
             rank_digests == [[heads[r : r + 1] for heads in layer] for layer in one["digests"][0]]

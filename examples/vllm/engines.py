@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +25,13 @@ def run(work: Path, job: dict[str, Any]) -> tuple[int, str, dict[str, Any] | Non
     return done.returncode, done.stdout + done.stderr, json.loads(told.read_text()) if told.exists() else None
 
 
+def python_path(folder: Path) -> str:
+    """PYTHONPATH for processes that shall find modules in a folder, too."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def quick_dtype() -> str:
-    """What this CPU computes fast in: vLLM emulates bfloat16 without AVX-512, some twenty times slower."""
+    """What this CPU computes fast in: vLLM emulates bfloat16 without AVX-512, some seven times slower."""
     return "bfloat16" if "avx512f" in Path("/proc/cpuinfo").read_text() else "float32"
 
 

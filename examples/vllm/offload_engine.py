@@ -4,10 +4,10 @@
     python offload_engine.py JOB.json ANSWER.json
 
 JOB: `model` (a directory, see write_model), `tp`, `llm` (arguments of LLM), `extra` (kv_connector_extra_config, absent:
-no connector), `connector`, `events` (tell KV events), `profile` (tell the tier's times), `steps`. A step is one of
+no connector), `connector`, `events` (tell KV events), `steps`. A step is one of
 {"prompt": [ids], "tokens": n, "salt": text, "adapter": directory, "digest": bool}; {"together": [such prompts]}, served
 at once; {"remove": file}; {"spoil": {"how": …, "layers": …, "heads": …}}, see spoil; "reset"; "settle"; "kill".
-ANSWER: what each prompt gave, in the order asked, the metrics at the end, the events, calls and seconds by method.
+ANSWER: what each prompt gave, in the order asked, the metrics at the end, and the events.
 """
 
 from __future__ import annotations
@@ -176,34 +176,6 @@ def spoil(how: str, layers: int, heads: int) -> None:
     HostWorker.submit_load = spoiled  # type: ignore[method-assign]
 
 
-def profile_tier() -> dict[str, list[float]]:
-    """Calls and seconds of the methods by which vLLM's scheduler uses our tier, from now on; "blocks" in jobs."""
-    from kvstride.vllm.offload.tier import KvstrideTier
-
-    out: dict[str, list[float]] = {}
-
-    def timed(name: str) -> None:
-        method = getattr(KvstrideTier, name)
-        total = out.setdefault(name, [0, 0.0])
-
-        def run(self: Any, *args: Any, **more: Any) -> Any:
-            begin = time.perf_counter()
-            result = method(self, *args, **more)
-            total[1] += time.perf_counter() - begin
-            total[0] += 1
-            if name.startswith("submit"):
-                out.setdefault(f"{name} blocks", [0, 0.0])[0] += len(args[0].keys)
-            return result
-
-        setattr(KvstrideTier, name, run)
-
-    for name in ("lookup", "submit_store", "submit_load", "get_finished_jobs", "on_schedule_end", "has_pending_work"):
-        timed(name)
-    for name in ("on_new_request", "on_request_finished", "take_events", "get_stats"):
-        timed(name)
-    return out
-
-
 class Engine:
     """An LLM in this process (its workers may be others)."""
 
@@ -234,7 +206,6 @@ class Engine:
         self.llm = LLM(model=job["model"], **(arguments | more))
         self.answers: list[dict[str, Any]] = []
         self.events: list[Any] = []
-        self.profile = profile_tier() if job.get("profile") else {}
         self._count = 0
         self._adapters: dict[str, int] = {}
         if job.get("events"):
@@ -341,7 +312,6 @@ def main() -> None:
 def tell(engine: Engine) -> None:
     """Write the answer."""
     told = {"answers": engine.answers, "metrics": engine.metrics(), "events": engine.events}
-    told["profile"] = engine.profile
     Path(sys.argv[2]).write_text(json.dumps(told))
 
 

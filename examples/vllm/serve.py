@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
-from engines import quick_dtype
+from engines import python_path, quick_dtype
 from offload_engine import write_model
 
 import live_engine
@@ -59,8 +59,7 @@ def name_vllm(directory: Path) -> None:
         about = directory / f"vllm-{version}.dist-info"
         about.mkdir(parents=True)
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-        path = [str(directory), *filter(None, [os.environ.get("PYTHONPATH")])]
-        os.environ["PYTHONPATH"] = os.pathsep.join(path)
+        os.environ["PYTHONPATH"] = python_path(directory)
 
 
 @contextlib.contextmanager
@@ -70,16 +69,8 @@ def server(model: Path, extra: dict[str, Any], log: Path) -> Iterator[str]:
     transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config", json.dumps(transfer)]
-    command += [
-        "--dtype",
-        quick_dtype(),
-        "--enforce-eager",
-        "--max-model-len",
-        "1600",
-        "--block-size",
-        "32",
-        "--enable-prompt-tokens-details",
-    ]
+    command += ["--max-model-len", "1600", "--block-size", "32", "--dtype", quick_dtype()]
+    command += ["--enforce-eager", "--enable-prompt-tokens-details"]
     environment = os.environ | live_engine.ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "INFO"}
     with log.open("a") as out:

@@ -368,9 +368,8 @@ class Store(_OfProcess):
 
     def _lookup(self, verb: str, call: Any, keys: Any, heads: Any, ask: Any) -> Any:
         self._check_process(verb)
-        # Schedulers ask for one key at a time: texts are made where they are needed.
-        numbers = None if heads is None else to_numbers(heads, ("first", "count"), f"{verb}: heads")
-        return call(to_keys(keys, verb), numbers, ask if type(ask) is bool else to_flag(ask, f"{verb}: ask"))
+        numbers = to_numbers(heads, ("first", "count"), f"{verb}: heads")
+        return call(to_keys(keys, verb), numbers, to_flag(ask, f"{verb}: ask"))
 
     def pin(self, keys: Sequence[Key | bytes]) -> Pins:
         """Keep what is there from being evicted, until the result is released."""
@@ -527,7 +526,7 @@ def _question(event: Any, verb: str) -> Any:
 
 def to_keys(keys: Any, verb: str) -> list[bytes]:
     """The bytes of keys."""
-    if type(keys) is not list and (isinstance(keys, (Key, bytes, str)) or not isinstance(keys, Sequence)):
+    if isinstance(keys, (Key, bytes, str)) or not isinstance(keys, Sequence):
         raise ArgumentError(f"{verb}: keys is {type(keys).__name__}, expected a list of Key or bytes")
     # Bytes of a right length, as engines have them, are taken as they are: schedulers ask for thousands.
     return [

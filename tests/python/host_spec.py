@@ -14,6 +14,7 @@ class HostSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """TieringOffloadingSpec with HostWorker."""
 
     _row_offset = KvstrideSpec._row_offset
+    _region = KvstrideSpec._region
     _host_worker = KvstrideSpec._host_worker
 
     def get_worker(self, kv_caches: Any) -> Any:

@@ -279,8 +279,7 @@ def test_kv_events(work: Path) -> None:
 
 def test_the_tier_alone(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Below vLLM's own spec no worker of ours describes the rows: all is raw, and `revision` says whose."""
-    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))  # host_spec.py
+    monkeypatch.setenv("PYTHONPATH", engines.python_path(Path(__file__).parent))  # host_spec.py
     tier = {"type": "kvstride", "root_dir": str(work / "alone"), "max_bytes": 5e8, "revision": "seed 20"}
     extra = {
         "spec_name": "HostSpec",

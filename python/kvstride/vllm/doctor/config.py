@@ -10,7 +10,7 @@ from typing import Any
 
 from kvstride import ArgumentError, Error
 
-from ..offload.options import TierOptions, faults, readable, tiers_of, with_tier
+from ..offload.options import TierOptions, faults, our_tiers, readable, tier_options, with_tier
 from .finding import Finding, Setup, fail, ok, size_text, warn
 
 _MOST = 1 << 20
@@ -51,7 +51,8 @@ def understand(given: Mapping[str, Any]) -> Setup:
         extra = _object(transfer.get("kv_connector_extra_config") or {}, "kv_connector_extra_config")
         return _setup(transfer, extra)
     if given.get("type") == "kvstride":
-        return Setup(None, None, _tier(given), _usable(_tier(given)))
+        tier = tier_options(given)
+        return Setup(None, None, tier, _usable(tier))
     if any(name in given for name in _EXTRA):
         return _setup(None, dict(given))
     raise ArgumentError(
@@ -78,16 +79,12 @@ def _object(value: Any, what: str) -> dict[str, Any]:
 
 def _setup(transfer: dict[str, Any] | None, extra: dict[str, Any]) -> Setup:
     try:
-        ours = [_tier(t) for t in tiers_of(extra) if t.get("type") == "kvstride"]
+        ours = our_tiers(extra)
     except ArgumentError:  # `check_options` says so
         ours = []
     beside = {name: value for name, value in extra.items() if name in TierOptions.__dataclass_fields__}
     tier = ours[0] if ours and not beside else beside
     return Setup(transfer, extra, tier, _usable(tier))
-
-
-def _tier(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name != "type"}
 
 
 def _usable(tier: Mapping[str, Any]) -> TierOptions | None:
@@ -143,10 +140,9 @@ def _transfer_faults(transfer: Mapping[str, Any]) -> list[str]:
 
 def _tiers(extra: Mapping[str, Any], spec: str) -> list[dict[str, Any]]:
     """Options of kvstride's tiers. Raises ArgumentError."""
-    given = with_tier(extra)["secondary_tiers"] if spec == "kvstride" else tiers_of(extra)
-    ours = [_tier(t) for t in given if t.get("type") == "kvstride"]
     if spec == "kvstride":
-        return ours
+        return our_tiers(with_tier(extra))
+    ours = our_tiers(extra)
     if not ours:
         raise ArgumentError(
             f"spec_name is {spec!r} and no secondary tier is of type 'kvstride': kvstride is not used; "

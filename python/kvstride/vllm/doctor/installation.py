@@ -47,9 +47,8 @@ def check_vllm(setup: Setup) -> Finding:
         return fail(found["error"])
     text = f"{found.get('release', '')} on {found.get('platform', 'an unknown platform')}"
     if found.get("missing"):
-        lacks = found["missing"]
-        more = f" and {len(lacks) - 3} more" if len(lacks) > 3 else ""
-        return fail(f"{found['release']} lacks what offloading needs: {'; '.join(lacks[:3])}{more}", facts=facts)
+        lacks = needs.first_of(found["missing"])
+        return fail(f"{found['release']} lacks what offloading needs: {lacks}", facts=facts)
     if found.get("refused"):
         return fail(f"{found['release']} refuses this --kv-transfer-config: {found['refused']}", facts=facts)
     if "died" in found:
@@ -58,8 +57,8 @@ def check_vllm(setup: Setup) -> Finding:
     if found["platform"] == "cpu" and spec not in (None, "kvstride"):
         return fail(f"{text}: {spec} refuses to offload there", 'use "spec_name": "kvstride"', facts=facts)
     if not found["tested"]:
-        tested = ", ".join(".".join(map(str, release)) for release in needs.TESTED)
-        return warn(f"{text}, which nobody has run with kvstride", f"tested are {tested}", facts=facts)
+        advice = f"tested are {needs.releases()}"
+        return warn(f"{text}, which nobody has run with kvstride", advice, facts=facts)
     return ok(text, facts=facts)
 
 

@@ -105,9 +105,8 @@ def check() -> None:
     """Raises EngineError, one line that names what is missing."""
     found = missing()
     if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise EngineError(
-            f"kvstride cannot offload for vLLM {engine.version()}: {'; '.join(found[:3])}{more} (tested: {_releases()})"
+            f"kvstride cannot offload for vLLM {engine.version()}: {first_of(found)} (tested: {releases()})"
         )
 
 
@@ -116,7 +115,7 @@ def untested() -> str | None:
     version = engine.version()
     if release_of(version)[:2] in TESTED:
         return None
-    return f"offloading was tested on vLLM {_releases()}, not on {version}"
+    return f"offloading was tested on vLLM {releases()}, not on {version}"
 
 
 def ranks_take_turns() -> bool:
@@ -136,7 +135,14 @@ def fitting(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _releases() -> str:
+def first_of(found: list[str]) -> str:
+    """What is missing, in one line."""
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return "; ".join(found[:3]) + more
+
+
+def releases() -> str:
+    """Those that are TESTED."""
     return ", ".join(".".join(map(str, release)) for release in TESTED)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import kvstride as kv
 from kvstride import ArgumentError
 
 #: Options of vLLM's own connector, specs and tiers (0.30 to 0.33): what we do not read ourselves.
@@ -62,6 +63,19 @@ class TierOptions:
     lora_names_are_fixed: bool = False
     enable_kv_events: bool = False
     locality: str | None = None
+
+    def directory(self, path: str | None = None) -> kv.DirectoryTier:
+        """The store's tier with these options, in `root_dir` or at another path; ready for I/O. Raises StoreError."""
+        return kv.DirectoryTier(
+            path or self.root_dir,
+            self.max_bytes,
+            keep_free=self.keep_free,
+            sync=self.sync,
+            group=self.group,
+            engine=self.engine,
+            num_threads=self.num_threads,
+            prepare=True,
+        )
 
     @staticmethod
     def parse(given: Mapping[str, Any], where: str) -> TierOptions:
@@ -133,9 +147,14 @@ def tiers_of(extra: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(tiers)
 
 
-def our_tier(extra: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Our tier's configuration among the secondary ones."""
-    return next((t for t in extra["secondary_tiers"] if t.get("type") == "kvstride"), None)
+def our_tiers(extra: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Options of our tiers among the secondary ones; more than one is unusual. Raises ArgumentError as `tiers_of`."""
+    return [tier_options(t) for t in tiers_of(extra) if t.get("type") == "kvstride"]
+
+
+def tier_options(configured: Mapping[str, Any]) -> dict[str, Any]:
+    """Of one of `secondary_tiers` what vLLM gives to the tier."""
+    return {name: value for name, value in configured.items() if name != "type"}
 
 
 def _instead(name: str, known: Any) -> str:

@@ -18,7 +18,7 @@ from kvstride import ArgumentError, EngineError
 
 from .. import engine, live
 from .needs import ranks_take_turns
-from .options import HASHES, our_tier, with_tier
+from .options import HASHES, our_tiers, with_tier
 from .region import Description, forget_name, sweep
 from .rows import Group, Rows, describe_group
 from .weights import revision_of, settings_of
@@ -89,8 +89,8 @@ class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
             logger.info("kvstride: vLLM does not certify this layout as canonical; rows are kept as they are")
             canonical = False
         slots = _slots(kv_caches, canonical, self.blocks_per_chunk, self._row_offset(canonical))
-        tier = our_tier(self.config.extra_config)
-        rows = describe(config, self.config, tier, kv_caches, canonical, slots) if tier is not None else None
+        tiers = our_tiers(self.config.extra_config)
+        rows = describe(config, self.config, tiers[0], kv_caches, canonical, slots) if tiers else None
         if host:
             worker: Any = self._host_worker(kv_caches, canonical, slots)
         else:
@@ -104,14 +104,18 @@ class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
         rank = 0 if canonical or self.replicated_layout else self.config.parallel.rank
         return int(rank * self.cpu_page_size_per_worker)
 
-    def _host_worker(self, kv_caches: Any, canonical: bool, slots: list[int]) -> HostWorker:
-        region = SharedOffloadRegion(
+    def _region(self) -> Any:
+        """This worker's mapping of the primary tier."""
+        return SharedOffloadRegion(
             engine_id=self.config.engine_id,
             num_chunks=self.num_chunks,
             rank=0 if self.replicated_layout else self.config.parallel.rank,
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
+
+    def _host_worker(self, kv_caches: Any, canonical: bool, slots: list[int]) -> HostWorker:
+        region = self._region()
         try:
             region._creator = False  # its name is removed by the scheduler's process, or swept
             worker = HostWorker(

@@ -34,10 +34,9 @@ from .rows import Group, Rows
 
 logger = init_logger("vllm.kvstride")
 
-# 0.30 has no number of bytes in it.
+# 0.30 has no number of bytes in the one, and no locality in the other.
 _job_result = fitting(JobResult)
-
-
+_offloading_event = fitting(OffloadingEvent)
 _HIT = LookupResult.HIT  # looking up a member costs as much as the rest
 
 
@@ -79,16 +78,7 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
         self._told = 0.0
         self._events: list[Any] | None = [] if self._wants_events(offloading_spec) else None
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
-        self._tier = kv.DirectoryTier(
-            self._options.root_dir,
-            self._options.max_bytes,
-            keep_free=self._options.keep_free,
-            sync=self._options.sync,
-            group=self._options.group,
-            engine=self._options.engine,
-            num_threads=self._options.num_threads,
-            prepare=True,
-        )
+        self._tier = self._options.directory()
         blocks = offloading_spec.config.cache.blocks_per_chunk
         #: By the last four bytes of vLLM's offload keys, which are a block hash and the number of its KV cache group.
         self._groups = {
@@ -241,7 +231,7 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
         return out
 
     def _event(self, keys: list[Any], removed: bool) -> Any:
-        return fitting(OffloadingEvent)(keys=keys, medium=self.medium, removed=removed, locality=self.locality)
+        return _offloading_event(keys=keys, medium=self.medium, removed=removed, locality=self.locality)
 
     def get_stats(self) -> Any:
         """kvstride's counters; those of the directory once a second."""
