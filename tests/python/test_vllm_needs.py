@@ -48,7 +48,7 @@ for replicated in (True, False):
 def ask(root: Path, script: str = ASK) -> tuple[int, list[str]]:
     """Exit status and lines of a script beside the packages of `root`."""
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-W", "ignore", "-c", script]
+    command = [sys.executable, "-u", "-W", "ignore", "-c", script]  # what is printed before an error stays before it
     ran = subprocess.run(
         command,
         env=os.environ | {"PYTHONPATH": path},
