@@ -2,6 +2,7 @@
 // Everything public in one include.
 #pragma once
 
+#include "kvstride/attention.h"
 #include "kvstride/blocks.h"
 #include "kvstride/cache.h"
 #include "kvstride/cpu.h"

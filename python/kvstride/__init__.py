@@ -6,6 +6,7 @@ keys and values through zero-copy views, and copy, swap and convert blocks betwe
 """
 
 from . import _pickle as _pickle
+from ._attention import attention, attention_calibrate, merge_states
 from ._core import Entry, Geometry, Layout, Reading, instruction_sets, layout, num_threads, registry, version
 from .blocks import (
     convert_blocks,
@@ -63,6 +64,8 @@ __all__ = [
     "StoreError",
     "Tier",
     "UnknownLayout",
+    "attention",
+    "attention_calibrate",
     "candidates",
     "convert_blocks",
     "copy_blocks",
@@ -71,6 +74,7 @@ __all__ = [
     "gather_tokens",
     "instruction_sets",
     "layout",
+    "merge_states",
     "num_threads",
     "probe",
     "registry",

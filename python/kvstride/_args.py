@@ -76,13 +76,14 @@ def to_scale(value: Any, what: str) -> float:
     """One positive number."""
     if type(value) is float:
         return value
-    numbers = _to_floats(value, f"{what} is")
+    numbers = to_floats(value, f"{what} is")
     if len(numbers) != 1:
         raise DTypeError(f"{what} has {len(numbers)} values, must be one number")
     return numbers[0]
 
 
-def _to_floats(value: Any, what: str) -> list[float]:
+def to_floats(value: Any, what: str) -> list[float]:
+    """One or many numbers; `what` begins the message, as in 'sinks is'. Raises DTypeError for what is no number."""
     refuse_masked(value, what.removesuffix(" is"))
     try:
         array = np.asarray(value.detach().float() if is_torch(value) else value)
@@ -103,5 +104,5 @@ def to_scales(scales: Any, verb: str) -> dict[str, list[float]]:
     for plane, value in scales.items():
         if not isinstance(plane, str):
             raise ArgumentError(f"{verb}: scales has the key {plane!r}, expected the name of a plane")
-        out[plane] = _to_floats(value, f"{verb}: scales of plane '{plane}':")
+        out[plane] = to_floats(value, f"{verb}: scales of plane '{plane}':")
     return out

@@ -48,6 +48,7 @@ NB_MODULE(_core, m) {
   bind_layouts(m);
   bind_detect(m);
   bind_blocks(m);
+  bind_attention(m);
   bind_identity(m);
   bind_store(m);
 }

@@ -46,5 +46,6 @@ kvstride::DType to_dtype(const std::string& name);
 void bind_layouts(nb::module_& m);
 void bind_detect(nb::module_& m);
 void bind_blocks(nb::module_& m);
+void bind_attention(nb::module_& m);
 void bind_identity(nb::module_& m);
 void bind_store(nb::module_& m);

@@ -1,0 +1,409 @@
+// SPDX-License-Identifier: Apache-2.0
+// One item of a call: its queries over tiles of keys, with the softmax carried along.
+#include "attention/item.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace kvstride::attend {
+namespace {
+
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+/// Copies elements `stride` apart, or back.
+void copy_strided(std::byte* to, std::int64_t to_stride, const std::byte* from, std::int64_t from_stride,
+                  std::int64_t count, std::int64_t item) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    std::memcpy(to + i * to_stride * item, from + i * from_stride * item, static_cast<std::size_t>(item));
+  }
+}
+
+/// One run of an item.
+class Run {
+ public:
+  Run(const Problem& problem, const Item& item, const Sizes& sizes, Workspace& space, const State& state,
+      Findings* findings)
+      : problem_(problem),
+        item_(item),
+        sizes_(sizes),
+        space_(space),
+        state_(state),
+        findings_(findings),
+        sequence_(problem.sequences[static_cast<std::size_t>(item.sequence)]),
+        math_(cpu::attention_math()),
+        keys_(cpu::key_loops(problem.keys.dtype())),
+        values_(cpu::value_loops(problem.values.dtype())),
+        tiled_(problem.tiled(sequence_)),
+        dim_(problem.keys.dim()),
+        value_dim_(problem.values.dim()) {}
+
+  void operator()() {
+    load_query();
+    const std::int64_t rows = item_.all_rows();
+    std::fill_n(state_.tops, rows, kLowest);
+    std::fill_n(state_.sums, rows, 0.0F);
+    std::fill_n(state_.values, rows * sizes_.value_step, 0.0F);
+    const std::int64_t size = tile_keys(problem_, item_);
+    for (tile_ = item_.first_key / size * size; tile_ < item_.end_key; tile_ += size) {
+      tile_size_ = size;
+      first_ = std::max(tile_, item_.first_key);
+      end_ = std::min(tile_ + size, item_.end_key);
+      run_tile();
+    }
+  }
+
+ private:
+  /// Rows of heads [first_head, end_head), of each those from first_row to end_row.
+  struct Rows {
+    std::int64_t first_head;
+    std::int64_t end_head;
+    std::int64_t first_row;
+    std::int64_t end_row;
+  };
+
+  void load_query() {
+    const TokenTensor& q = problem_.batch.query;
+    const std::int64_t item = item_size(q.dtype);
+    const cpu::CastRows cast = cpu::cast_rows(q.dtype, DType::kF32);
+    for (std::int64_t h = 0; h < item_.all_heads(); ++h) {
+      const std::int64_t head = item_.kv_head * problem_.group + item_.first_head + h;
+      for (std::int64_t r = 0; r < item_.rows; ++r) {
+        const std::int64_t token = sequence_.query + item_.first_row + r;
+        const std::byte* from = q.data + (token * q.strides[0] + head * q.strides[1]) * item;
+        float* to = space_.query + row_of(h, r) * sizes_.query_step;
+        if (q.strides[2] != 1 && dim_ > 1) {
+          auto* together = reinterpret_cast<std::byte*>(space_.row);
+          copy_strided(together, 1, from, q.strides[2], dim_, item);
+          from = together;
+        }
+        cast(reinterpret_cast<std::byte*>(to), from, dim_, 1, 0, 1.0F);
+        std::fill(to + dim_, to + sizes_.query_step, 0.0F);
+        if (item_.direct) keys_.order(to, dim_);
+      }
+    }
+  }
+
+  std::int64_t row_of(std::int64_t head, std::int64_t row) const { return head * item_.rows + row; }
+  std::int64_t first_of(std::int64_t row) const {
+    return std::max(first_, first_key(problem_, sequence_, item_.first_row + row));
+  }
+  std::int64_t end_of(std::int64_t row) const { return std::min(end_, end_key(sequence_, item_.first_row + row)); }
+
+  void run_tile() {
+    const std::int64_t count = end_ - first_;
+    problem_.keys.rows(problem_.batch.blocks, item_.sequence, first_, count, item_.kv_head, space_.key_rows.data(),
+                       space_.key_staging.data());
+    values_ready_ = false;
+    if (item_.direct) return run_rows({0, item_.all_heads(), 0, item_.rows});
+    keys_.pack(space_.key_panels, space_.key_rows.data(), count, dim_);
+    const std::int64_t step = tiled_ ? item_.rows : kScoreRows;
+    for (std::int64_t h = 0; h < item_.heads; ++h) {
+      for (std::int64_t r = 0; r < item_.rows; r += step) run_rows({h, h + 1, r, std::min(r + step, item_.rows)});
+    }
+  }
+
+  void run_rows(const Rows& rows) {
+    make_scores(rows);
+    for (std::int64_t h = rows.first_head; h < rows.end_head; ++h) finish_scores(rows, h);
+    Rows kept{rows.first_head, rows.first_head, rows.first_row, rows.end_row};
+    const auto use_kept = [&] {
+      if (kept.first_head < kept.end_head) use_values(rows, kept);
+    };
+    for (std::int64_t h = rows.first_head; h < rows.end_head; ++h) {
+      if (tiled_ && skips(rows, h)) {
+        use_kept();
+        kept.first_head = kept.end_head = h + 1;
+      } else {
+        kept.end_head = h + 1;
+      }
+    }
+    use_kept();
+  }
+
+  /// Where the scores of a row lie; the first of them is the tile's first key.
+  float* scores_of(const Rows& rows, std::int64_t head, std::int64_t row) const {
+    const std::int64_t index = (head - rows.first_head) * (rows.end_row - rows.first_row) + row - rows.first_row;
+    return space_.scores + index * sizes_.score_step;
+  }
+
+  void make_scores(const Rows& rows) {
+    const std::int64_t count = end_ - first_;
+    float* to = scores_of(rows, rows.first_head, rows.first_row) + (first_ - tile_);
+    const float* query = space_.query + row_of(rows.first_head, rows.first_row) * sizes_.query_step;
+    const std::int64_t num = (rows.end_head - rows.first_head) * (rows.end_row - rows.first_row);
+    if (item_.direct) {
+      keys_.scores(to, sizes_.score_step, query, sizes_.query_step, num / item_.kv_heads, space_.key_rows.data(), count,
+                   dim_, {item_.kv_heads, 0, problem_.keys.head_step()});
+      return;
+    }
+    for (std::int64_t r = 0; r < num; r += kScoreRows) {
+      const std::int64_t some = std::min(kScoreRows, num - r);
+      const std::int64_t seen = end_of(rows.first_row + r + some - 1) - first_;
+      if (seen <= 0) continue;
+      math_.multiply(to + r * sizes_.score_step, sizes_.score_step, query + r * sizes_.query_step, sizes_.query_step,
+                     some, space_.key_panels, dim_, dim_ * math_.panel, (seen + math_.panel - 1) / math_.panel, false);
+    }
+  }
+
+  /// Scale, soft cap, mask, N:M; the largest of each row.
+  void finish_scores(const Rows& rows, std::int64_t head) {
+    const std::int64_t width = score_width();
+    const float scale = problem_.scale * problem_.key_scale(item_.kv_head + head / item_.heads);
+    for (std::int64_t r = rows.first_row; r < rows.end_row; ++r) {
+      float* scores = scores_of(rows, head, r);
+      const std::int64_t first = std::min(first_of(r), end_) - tile_;
+      const std::int64_t end = std::max(end_of(r) - tile_, first);
+      float& largest = space_.largest[row_of(head, r)];
+      largest = math_.finish(scores, first, end, width, scale, problem_.options.soft_cap);
+      if (sequence_.keep) largest = keep(scores, r, first, end, width);
+    }
+  }
+
+  std::int64_t score_width() const { return cpu::padded(end_ - tile_); }
+
+  float keep(float* scores, std::int64_t row, std::int64_t first, std::int64_t end, std::int64_t width) {
+    const KeepNofM& rule = *problem_.options.keep;
+    const std::int64_t position = sequence_.offset() + item_.first_row + row;
+    std::memcpy(space_.row, scores, static_cast<std::size_t>(width) * sizeof(float));
+    math_.keep(scores, width, rule.n, rule.m);
+    const auto restore = [&](std::int64_t from, std::int64_t to) {
+      from = std::max(from - tile_, first);
+      to = std::min(to - tile_, end);
+      if (from < to) std::copy(space_.row + from, space_.row + to, scores + from);
+    };
+    restore(0, rule.sink_tokens);
+    restore(position - rule.recent + 1, position + 1);
+    return math_.finish(scores, first, end, width, 1.0F, 0.0F);
+  }
+
+  /// The rule of skip-softmax for a tile of one head: every row's largest score is below its running maximum by more
+  /// than log λ. A row that has none yet is never below.
+  bool skips(const Rows& rows, std::int64_t head) {
+    float gap = kLowest;
+    for (std::int64_t r = rows.first_row; r < rows.end_row; ++r) {
+      const float top = state_.tops[row_of(head, r)];
+      const float largest = space_.largest[row_of(head, r)];
+      gap = std::max(gap, top == kLowest ? -kLowest : largest - top);
+    }
+    bool skipped = false;
+    if (!problem_.calibrating()) skipped = gap < sequence_.log_lambda;
+    if (findings_ == nullptr) return skipped;
+    ++findings_->counters.total;
+    findings_->counters.skipped += skipped ? 1 : 0;
+    for (std::size_t i = 0; i < findings_->skipped_at.size(); ++i) {
+      findings_->skipped_at[i] += gap < std::log(problem_.options.thresholds[i]) ? 1 : 0;
+    }
+    if (problem_.options.decisions != nullptr) {
+      findings_->decisions.push_back({item_.sequence, item_.kv_head * problem_.group + item_.first_head + head,
+                                      item_.first_row / problem_.options.tile_rows, tile_ / tile_size_, skipped});
+    }
+    return skipped;
+  }
+
+  /// Softmax of the scores and their part of the values, for the heads that were kept.
+  void use_values(const Rows& rows, const Rows& kept) {
+    for (std::int64_t h = kept.first_head; h < kept.end_head; ++h) {
+      for (std::int64_t r = rows.first_row; r < rows.end_row; ++r) weigh(scores_of(rows, h, r), row_of(h, r));
+    }
+    if (!values_ready_) prepare_values();
+    if (item_.direct) return add_direct(rows, kept);
+    for (std::int64_t r = rows.first_row; r < rows.end_row; r += kScoreRows) {
+      add_packed(rows, kept.first_head, r, std::min(r + kScoreRows, rows.end_row));
+    }
+  }
+
+  void weigh(float* scores, std::int64_t row) {
+    float& top = state_.tops[row];
+    const float largest = space_.largest[row];
+    if (largest > top) {
+      if (top != kLowest) {
+        const float factor = std::exp(top - largest);
+        math_.multiply_row(state_.values + row * sizes_.value_step, sizes_.value_step, factor);
+        state_.sums[row] *= factor;
+      }
+      top = largest;
+    }
+    state_.sums[row] += math_.exponentiate(scores, score_width(), top == kLowest ? 0.0F : top);
+  }
+
+  void prepare_values() {
+    const std::int64_t count = end_ - first_;
+    problem_.values.rows(problem_.batch.blocks, item_.sequence, first_, count, item_.kv_head, space_.value_rows.data(),
+                         space_.value_staging.data());
+    if (!item_.direct) {
+      all_finite_ = values_.pack(space_.value_panels, space_.value_rows.data(), count, value_dim_);
+    }
+    values_ready_ = true;
+  }
+
+  /// All rows at once where they see the same keys: a key that a row does not see must not reach it, not even × 0.
+  void add_direct(const Rows& rows, const Rows& kept) {
+    const std::int64_t step = problem_.values.head_step();
+    const auto add = [&](std::int64_t head, std::int64_t row, std::int64_t num, std::int64_t kv_heads) {
+      const std::int64_t first = first_of(row);
+      const std::int64_t end = num == 1 ? end_of(row) : end_;
+      if (first >= end) return;
+      values_.add(state_.values + row_of(head, row) * sizes_.value_step, sizes_.value_step,
+                  scores_of(rows, head, row) + (first - tile_), sizes_.score_step, num,
+                  space_.value_rows.data() + (first - first_), end - first, value_dim_,
+                  {kv_heads, head / item_.heads * step, step});
+    };
+    const bool alike = item_.rows == 1 || (first_of(item_.rows - 1) == first_ && end_of(0) == end_);
+    if (!alike) {
+      for (std::int64_t h = kept.first_head; h < kept.end_head; ++h) {
+        for (std::int64_t r = 0; r < item_.rows; ++r) add(h, r, 1, 1);
+      }
+    } else if (kept.end_head - kept.first_head == item_.all_heads()) {
+      add(0, 0, item_.heads * item_.rows, item_.kv_heads);
+    } else {
+      // Runs of heads of one KV head.
+      for (std::int64_t h = kept.first_head; h < kept.end_head;) {
+        const std::int64_t end = std::min(kept.end_head, (h / item_.heads + 1) * item_.heads);
+        add(h, 0, (end - h) * item_.rows, 1);
+        h = end;
+      }
+    }
+  }
+
+  void add_packed(const Rows& rows, std::int64_t head, std::int64_t first_row, std::int64_t end_row) {
+    const std::int64_t panel_step = (end_ - first_) * math_.panel;
+    const std::int64_t panels = (value_dim_ + math_.panel - 1) / math_.panel;
+    const auto add = [&](std::int64_t row, std::int64_t num, std::int64_t first, std::int64_t end) {
+      if (first >= end) return;
+      math_.multiply(state_.values + row_of(head, row) * sizes_.value_step, sizes_.value_step,
+                     scores_of(rows, head, row) + (first - tile_), sizes_.score_step, num,
+                     space_.value_panels + (first - first_) * math_.panel, end - first, panel_step, panels, true);
+    };
+    if (all_finite_) return add(first_row, end_row - first_row, first_of(first_row), end_of(end_row - 1));
+    for (std::int64_t r = first_row; r < end_row; ++r) {
+      const float* weights = scores_of(rows, head, r);
+      for (std::int64_t key = first_of(r); key < end_of(r); ++key) {
+        if (weights[key - tile_] != 0.0F) add(r, 1, key, key + 1);
+      }
+    }
+  }
+
+  const Problem& problem_;
+  const Item& item_;
+  const Sizes& sizes_;
+  Workspace& space_;
+  const State& state_;
+  Findings* findings_;
+  const Sequence& sequence_;
+  const cpu::AttentionMath& math_;
+  const cpu::KeyLoops keys_;
+  const cpu::ValueLoops values_;
+  const bool tiled_;
+  const std::int64_t dim_;
+  const std::int64_t value_dim_;
+  std::int64_t tile_ = 0;  // first key of the tile, of which [first_, end_) belong to the item
+  std::int64_t tile_size_ = 0;
+  std::int64_t first_ = 0;
+  std::int64_t end_ = 0;
+  bool values_ready_ = false;
+  bool all_finite_ = true;
+};
+
+}  // namespace
+
+Workspace::Workspace(const Problem& problem, const Sizes& sizes) {
+  const std::int64_t panel = cpu::attention_math().panel;
+  const std::int64_t key_floats = sizes.packs ? cpu::padded(sizes.keys) * problem.keys.dim() : 0;
+  const std::int64_t value_floats = sizes.packs ? sizes.keys * ((problem.values.dim() + panel - 1) / panel * panel) : 0;
+  std::vector<std::pair<float**, std::int64_t>> wanted{
+      {&query, sizes.rows * sizes.query_step},
+      {&scores, sizes.score_rows * sizes.score_step},
+      {&row, std::max({sizes.query_step, sizes.value_step, sizes.score_step})},
+      {&this->key_panels, key_floats},
+      {&this->value_panels, value_floats},
+      {&largest, sizes.rows},
+      {&state.values, sizes.rows * sizes.value_step},
+      {&state.tops, sizes.rows},
+      {&state.sums, sizes.rows},
+  };
+  std::int64_t total = 0;
+  for (const auto& [pointer, count] : wanted) total += cpu::padded(count);
+  memory = hwy::AllocateAligned<float>(static_cast<std::size_t>(std::max<std::int64_t>(total, 1)));
+  if (!memory) throw std::bad_alloc();
+  float* next = memory.get();
+  for (auto& [pointer, count] : wanted) {
+    *pointer = next;
+    next += cpu::padded(count);
+  }
+  key_rows.resize(static_cast<std::size_t>(sizes.keys));
+  value_rows.resize(static_cast<std::size_t>(sizes.keys));
+  const auto bytes = [&](const PlaneReader& plane) {
+    return plane.direct() ? std::size_t{0} : static_cast<std::size_t>(sizes.keys * plane.dim() * plane.item());
+  };
+  key_staging.resize(bytes(problem.keys));
+  value_staging.resize(bytes(problem.values));
+}
+
+void run(const Problem& problem, const Item& item, const Sizes& sizes, Workspace& space, const State& into,
+         Findings* findings) {
+  const State& state = item.part < 0 ? space.state : into;
+  Run(problem, item, sizes, space, state, findings)();
+  if (item.part < 0) write_out(problem, item, sizes, state, space.row);
+}
+
+void write_out(const Problem& problem, const Item& item, const Sizes& sizes, const State& state, float* row) {
+  const AttentionOutput& output = problem.output;
+  const Sequence& sequence = problem.sequences[static_cast<std::size_t>(item.sequence)];
+  const DType dtype = problem.batch.query.dtype;
+  const std::int64_t item_bytes = item_size(dtype);
+  const std::int64_t dim = problem.values.dim();
+  const cpu::CastRows cast = cpu::cast_rows(DType::kF32, dtype);
+  const cpu::ValueLoops loops = cpu::value_loops(problem.values.dtype());
+  for (std::int64_t h = 0; h < item.all_heads(); ++h) {
+    const std::int64_t head = item.kv_head * problem.group + item.first_head + h;
+    for (std::int64_t r = 0; r < item.rows; ++r) {
+      const std::int64_t index = h * item.rows + r;
+      const std::int64_t token = sequence.query + item.first_row + r;
+      float top = state.tops[index];
+      float sum = state.sums[index];
+      float factor = problem.value_scale(item.kv_head + h / item.heads);
+      if (!problem.options.sinks.empty()) {
+        const float sink = problem.options.sinks[static_cast<std::size_t>(head)];
+        const float both = std::max(top, sink);
+        if (both != kLowest) {
+          const float shrink = std::exp(top - both);
+          sum = sum * shrink + std::exp(sink - both);
+          factor *= shrink;
+          top = both;
+        }
+      }
+      float* values = state.values + index * sizes.value_step;
+      cpu::attention_math().multiply_row(values, sizes.value_step, sum == 0.0F ? 0.0F : factor / sum);
+      if (item.direct) loops.order(values, dim);
+      std::byte* to = output.out + (token * output.strides[0] + head * output.strides[1]) * item_bytes;
+      if (output.strides[2] == 1 || dim == 1) {
+        cast(to, reinterpret_cast<const std::byte*>(values), dim, 1, 0, 1.0F);
+      } else {
+        cast(reinterpret_cast<std::byte*>(row), reinterpret_cast<const std::byte*>(values), dim, 1, 0, 1.0F);
+        copy_strided(to, output.strides[2], reinterpret_cast<const std::byte*>(row), 1, dim, item_bytes);
+      }
+      if (output.lse == nullptr) continue;
+      const double lse = sum == 0.0F ? double{kLowest} : double{top} + std::log(double{sum});
+      constexpr double kLog2E = 1.4426950408889634;
+      output.lse[token * problem.heads + head] = static_cast<float>(problem.options.lse_log2 ? lse * kLog2E : lse);
+    }
+  }
+}
+
+void merge(const State& state, const State& more, std::int64_t rows, std::int64_t step) {
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const float top = std::max(state.tops[r], more.tops[r]);
+    if (top == kLowest) continue;
+    const float mine = std::exp(state.tops[r] - top);
+    const float theirs = std::exp(more.tops[r] - top);
+    float* to = state.values + r * step;
+    const float* from = more.values + r * step;
+    for (std::int64_t i = 0; i < step; ++i) to[i] = to[i] * mine + from[i] * theirs;
+    state.sums[r] = state.sums[r] * mine + more.sums[r] * theirs;
+    state.tops[r] = top;
+  }
+}
+
+}  // namespace kvstride::attend

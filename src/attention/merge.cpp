@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// merge_states(): two attention results over disjoint keys.
+#include <fmt/format.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "cpu/cast.h"
+#include "kvstride/attention.h"
+#include "kvstride/error.h"
+
+namespace kvstride {
+namespace {
+
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+constexpr double kLn2 = 0.6931471805599453;
+
+[[noreturn]] void refuse(ErrorCode code, const std::string& what) { throw Error(code, "merge_states: " + what); }
+
+void check(const AttentionState& first, const AttentionState& second) {
+  const auto& a = first.out;
+  const auto& b = second.out;
+  if (a.dtype != DType::kF32 && a.dtype != DType::kF16 && a.dtype != DType::kBF16) {
+    refuse(ErrorCode::kDType, fmt::format("out1 is {}, expected f32, f16 or bf16", name_of(a.dtype)));
+  }
+  if (a.dtype != b.dtype) {
+    refuse(ErrorCode::kDType, fmt::format("out1 is {}, out2 {}", name_of(a.dtype), name_of(b.dtype)));
+  }
+  if (a.shape != b.shape) {
+    refuse(ErrorCode::kArgument, fmt::format("out1 has shape [{}, {}, {}], out2 [{}, {}, {}]", a.shape[0], a.shape[1],
+                                             a.shape[2], b.shape[0], b.shape[1], b.shape[2]));
+  }
+}
+
+float read(const TokenTensor& tensor, std::int64_t row, std::int64_t head, std::int64_t dim) {
+  const std::int64_t item = item_size(tensor.dtype);
+  const std::byte* from =
+      tensor.data + (row * tensor.strides[0] + head * tensor.strides[1] + dim * tensor.strides[2]) * item;
+  float out = 0;
+  cpu::cast_rows(tensor.dtype, DType::kF32)(reinterpret_cast<std::byte*>(&out), from, 1, 1, 0, 1.0F);
+  return out;
+}
+
+}  // namespace
+
+void merge_states(const AttentionState& first, const AttentionState& second, const AttentionOutput& output,
+                  bool lse_log2) {
+  check(first, second);
+  const auto& shape = first.out.shape;
+  const DType dtype = first.out.dtype;
+  const std::int64_t item = item_size(dtype);
+  const double unit = lse_log2 ? kLn2 : 1.0;
+  const cpu::CastRows cast = cpu::cast_rows(DType::kF32, dtype);
+  for (std::int64_t r = 0; r < shape[0]; ++r) {
+    for (std::int64_t h = 0; h < shape[1]; ++h) {
+      const std::int64_t index = r * shape[1] + h;
+      const double a = first.lse[index] * unit;
+      const double b = second.lse[index] * unit;
+      const double top = std::max(a, b);
+      // A state of LSE −infinity has no weight, whatever its values are.
+      const double weight_a = a == double{kLowest} ? 0.0 : std::exp(a - top);
+      const double weight_b = b == double{kLowest} ? 0.0 : std::exp(b - top);
+      const double sum = weight_a + weight_b;
+      for (std::int64_t d = 0; d < shape[2]; ++d) {
+        double value = 0;
+        if (weight_a != 0.0) value += weight_a / sum * double{read(first.out, r, h, d)};
+        if (weight_b != 0.0) value += weight_b / sum * double{read(second.out, r, h, d)};
+        const auto rounded = static_cast<float>(value);
+        std::byte* to = output.out + (r * output.strides[0] + h * output.strides[1] + d * output.strides[2]) * item;
+        cast(to, reinterpret_cast<const std::byte*>(&rounded), 1, 1, 0, 1.0F);
+      }
+      if (output.lse == nullptr) continue;
+      output.lse[index] = sum == 0.0 ? kLowest : static_cast<float>((top + std::log(sum)) / unit);
+    }
+  }
+}
+
+}  // namespace kvstride

@@ -1,0 +1,535 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loops of attention, for each instruction set.
+#include "cpu/attention.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+// Vectors lie in arrays, which those of SVE cannot; such machines run NEON's.
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/attention.cpp"
+// The first of these must come first.
+// clang-format off
+#include <hwy/foreach_target.h>  // IWYU pragma: keep
+#include <hwy/highway.h>
+#include <hwy/cache_control.h>
+#include <hwy/contrib/math/math-inl.h>
+// clang-format on
+
+#include "cpu/decode-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace kvstride::cpu {
+namespace HWY_NAMESPACE {
+namespace {
+
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+#if HWY_ARCH_X86 && HWY_TARGET > HWY_AVX3
+constexpr bool kManyRegisters = false;
+#else
+constexpr bool kManyRegisters = true;  // 32
+#endif
+constexpr int kRowBlock = kManyRegisters ? 12 : 6;
+
+constexpr std::int64_t lanes() { return static_cast<std::int64_t>(hn::MaxLanes(f)); }
+
+/// Whether pairs of bf16 are taken apart where they lie: without vectors, or big end first, they are not.
+constexpr bool kDeals = HWY_TARGET != HWY_SCALAR && std::endian::native == std::endian::little;
+
+/// Elements of a cache; f16 by the machine's own conversion.
+template <DType kType>
+HWY_INLINE VF element_vector(const std::byte* from) {
+  if constexpr (kType == DType::kF16) {
+    return hn::PromoteTo(f, hn::LoadU(Float16(), as<hwy::float16_t>(from)));
+  } else {
+    return load<kType>(from);
+  }
+}
+
+template <DType kType>
+HWY_INLINE const std::byte* at(const std::byte* row, std::int64_t dim) {
+  return row + dim * static_cast<std::int64_t>(item_of(kType));
+}
+
+/// The last elements of a row, fewer than a vector; zeros behind them.
+template <DType kType>
+HWY_INLINE VF last_vector(const std::byte* from, std::int64_t count) {
+  alignas(64) std::byte some[HWY_MAX_BYTES] = {};
+  std::memcpy(some, from, static_cast<std::size_t>(count) * item_of(kType));
+  return element_vector<kType>(some);
+}
+
+HWY_INLINE float sum_of(VF v) { return hn::GetLane(hn::SumOfLanes(f, v)); }
+HWY_INLINE float max_of(VF v) { return hn::GetLane(hn::MaxOfLanes(f, v)); }
+
+// ------------------------------------------------------------------------------------------------ products
+
+template <int kRows, bool kAdd>
+HWY_INLINE void multiply_block(float* HWY_RESTRICT c, std::int64_t c_step, const float* HWY_RESTRICT a,
+                               std::int64_t a_step, const float* HWY_RESTRICT b, std::int64_t depth) {
+  VF sums[kRows][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    sums[r][0] = kAdd ? hn::LoadU(f, c + r * c_step) : hn::Zero(f);
+    sums[r][1] = kAdd ? hn::LoadU(f, c + r * c_step + lanes()) : hn::Zero(f);
+  }
+  for (std::int64_t k = 0; k < depth; ++k, b += 2 * lanes()) {
+    const VF b0 = hn::LoadU(f, b);
+    const VF b1 = hn::LoadU(f, b + lanes());
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const VF one = hn::Set(f, a[r * a_step + k]);
+      sums[r][0] = hn::MulAdd(one, b0, sums[r][0]);
+      sums[r][1] = hn::MulAdd(one, b1, sums[r][1]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    hn::StoreU(sums[r][0], f, c + r * c_step);
+    hn::StoreU(sums[r][1], f, c + r * c_step + lanes());
+  }
+}
+
+template <bool kAdd>
+void multiply_as(float* c, std::int64_t c_step, const float* a, std::int64_t a_step, std::int64_t rows, const float* b,
+                 std::int64_t depth, std::int64_t panel_step, std::int64_t panels) {
+  for (std::int64_t p = 0; p < panels; ++p, b += panel_step, c += 2 * lanes()) {
+    std::int64_t r = 0;
+    for (; r + kRowBlock <= rows; r += kRowBlock) {
+      multiply_block<kRowBlock, kAdd>(c + r * c_step, c_step, a + r * a_step, a_step, b, depth);
+    }
+    for (; r + 4 <= rows; r += 4) {
+      multiply_block<4, kAdd>(c + r * c_step, c_step, a + r * a_step, a_step, b, depth);
+    }
+    for (; r < rows; ++r) multiply_block<1, kAdd>(c + r * c_step, c_step, a + r * a_step, a_step, b, depth);
+  }
+}
+
+void multiply(float* c, std::int64_t c_step, const float* a, std::int64_t a_step, std::int64_t rows, const float* b,
+              std::int64_t depth, std::int64_t panel_step, std::int64_t panels, bool add) {
+  if (add) return multiply_as<true>(c, c_step, a, a_step, rows, b, depth, panel_step, panels);
+  multiply_as<false>(c, c_step, a, a_step, rows, b, depth, panel_step, panels);
+}
+
+// ------------------------------------------------------------------------------------------------ packing
+
+/// Four rows of four floats become columns; `to` has `step` floats from one to the next.
+HWY_INLINE void turn_four(float* to, std::int64_t step, const float* from, std::int64_t from_step) {
+#if HWY_TARGET == HWY_SCALAR
+  for (int r = 0; r < 4; ++r) {
+    for (int i = 0; i < 4; ++i) to[i * step + r] = from[r * from_step + i];
+  }
+#else
+  const hn::FixedTag<float, 4> four;
+  const hn::FixedTag<double, 2> wide;
+  const auto a = hn::LoadU(four, from);
+  const auto b = hn::LoadU(four, from + from_step);
+  const auto c = hn::LoadU(four, from + 2 * from_step);
+  const auto d = hn::LoadU(four, from + 3 * from_step);
+  const auto ab = hn::BitCast(wide, hn::InterleaveLower(four, a, b));  // a0 b0 a1 b1
+  const auto cd = hn::BitCast(wide, hn::InterleaveLower(four, c, d));
+  const auto ab_high = hn::BitCast(wide, hn::InterleaveUpper(four, a, b));
+  const auto cd_high = hn::BitCast(wide, hn::InterleaveUpper(four, c, d));
+  hn::StoreU(hn::BitCast(four, hn::InterleaveLower(wide, ab, cd)), four, to);
+  hn::StoreU(hn::BitCast(four, hn::InterleaveUpper(wide, ab, cd)), four, to + step);
+  hn::StoreU(hn::BitCast(four, hn::InterleaveLower(wide, ab_high, cd_high)), four, to + 2 * step);
+  hn::StoreU(hn::BitCast(four, hn::InterleaveUpper(wide, ab_high, cd_high)), four, to + 3 * step);
+#endif
+}
+
+/// A row as f32, zeros up to a multiple of four behind it.
+template <DType kType>
+HWY_INLINE void decode_part(float* to, const std::byte* row, std::int64_t first, std::int64_t count) {
+  std::int64_t i = 0;
+  for (; i + lanes() <= count; i += lanes()) hn::StoreU(element_vector<kType>(at<kType>(row, first + i)), f, to + i);
+  if (i < count) hn::StoreU(last_vector<kType>(at<kType>(row, first + i), count - i), f, to + i);
+}
+
+template <DType kType>
+void pack_keys(float* panels, const std::byte* const* keys, std::int64_t count, std::int64_t dim) {
+  constexpr std::int64_t kPanel = 2 * lanes();
+  constexpr std::int64_t kPart = 64;  // dims at once
+  alignas(64) float four[4][kPart];
+  for (std::int64_t t = 0; t < count; t += kPanel, panels += dim * kPanel) {
+    for (std::int64_t d = 0; d < dim; d += kPart) {
+      const std::int64_t part = std::min(kPart, dim - d);
+      for (std::int64_t i = 0; i < kPanel; i += 4) {
+        const std::int64_t here = std::clamp<std::int64_t>(count - t - i, 0, std::min<std::int64_t>(4, kPanel - i));
+        for (std::int64_t r = 0; r < here; ++r) decode_part<kType>(four[r], keys[t + i + r], d, part);
+        if (here < 4) std::fill(four[here], four[4], 0.0F);
+        float* to = panels + d * kPanel + i;
+        std::int64_t j = 0;
+        if constexpr (kPanel % 4 == 0) {
+          for (; j + 4 <= part; j += 4) turn_four(to + j * kPanel, kPanel, four[0] + j, kPart);
+        }
+        for (; j < part; ++j) {
+          for (std::int64_t r = 0; r < std::min<std::int64_t>(4, kPanel - i); ++r) to[j * kPanel + r] = four[r][j];
+        }
+      }
+    }
+  }
+}
+
+template <DType kType>
+bool pack_values(float* panels, const std::byte* const* values, std::int64_t count, std::int64_t dim) {
+  constexpr std::int64_t kPanel = 2 * lanes();
+  const U words;
+  auto largest = hn::Zero(words);
+  for (std::int64_t t = 0; t < count; ++t) {
+    for (std::int64_t d = 0; d < dim; d += lanes()) {
+      const std::int64_t left = dim - d;
+      const VF v = left >= lanes() ? element_vector<kType>(at<kType>(values[t], d))
+                                   : last_vector<kType>(at<kType>(values[t], d), left);
+      float* to = panels + (d / kPanel * count + t) * kPanel + d % kPanel;
+      hn::StoreU(v, f, to);
+      if (left <= lanes() && d % kPanel == 0) hn::StoreU(hn::Zero(f), f, to + lanes());
+      largest = hn::Max(largest, hn::BitCast(words, hn::Abs(v)));
+    }
+  }
+  return hn::AllFalse(words, hn::Gt(largest, hn::Set(words, kInfinity - 1)));
+}
+
+// ------------------------------------------------------------------------------------------------ few rows
+
+/// Asks for the heads' rows that come later: they may lie far apart, where no prefetcher of the machine finds them.
+HWY_INLINE void ask_for(const std::byte* const* rows, std::int64_t first, std::int64_t num, std::int64_t count,
+                        std::int64_t offset, std::int64_t bytes) {
+  for (std::int64_t i = first; i < std::min(first + num, count); ++i) {
+    for (std::int64_t line = 0; line < bytes; line += 64) hwy::Prefetch(rows[i] + offset + line);
+  }
+}
+
+/// Rows that are asked for ahead, and the bytes of one up to which it is done: longer ones are found.
+constexpr std::int64_t kAhead = 12;
+constexpr std::int64_t kAskedBytes = 1024;
+
+/// Four sums of four vectors, in order.
+HWY_INLINE void store_four(float* a, float* b, float* c, float* d, VF va, VF vb, VF vc, VF vd) {
+#if HWY_TARGET == HWY_SCALAR
+  *a = hn::GetLane(va), *b = hn::GetLane(vb), *c = hn::GetLane(vc), *d = hn::GetLane(vd);
+#else
+  const hn::Repartition<double, F> wide;
+  const auto ab = hn::Add(hn::InterleaveLower(f, va, vb), hn::InterleaveUpper(f, va, vb));  // a02 b02 a13 b13
+  const auto cd = hn::Add(hn::InterleaveLower(f, vc, vd), hn::InterleaveUpper(f, vc, vd));
+  const auto low = hn::BitCast(f, hn::InterleaveLower(wide, hn::BitCast(wide, ab), hn::BitCast(wide, cd)));
+  const auto high = hn::BitCast(f, hn::InterleaveUpper(wide, hn::BitCast(wide, ab), hn::BitCast(wide, cd)));
+  alignas(64) float sums[HWY_MAX_BYTES / sizeof(float)];
+  hn::Store(hn::Add(low, high), f, sums);
+  for (std::int64_t block = 4; block < lanes(); block += 4) {
+    for (int i = 0; i < 4; ++i) sums[i] += sums[block + i];
+  }
+  *a = sums[0], *b = sums[1], *c = sums[2], *d = sums[3];
+#endif
+}
+
+/// Side 0 or 1 of the elements of two vectors: of bf16 those at even or at odd places (`deal`), of others the first or
+/// the second half.
+template <DType kType>
+HWY_INLINE VF load_side(const std::byte* from, int side) {
+  if constexpr (kType == DType::kBF16 && kDeals) {
+    const VU both = hn::LoadU(u, as<std::uint32_t>(from));
+    return hn::BitCast(f, side == 0 ? hn::ShiftLeft<16>(both) : hn::And(both, hn::Set(u, 0xFFFF0000U)));
+  } else {
+    return element_vector<kType>(at<kType>(from, side * lanes()));
+  }
+}
+
+/// The last elements of a row, fewer than two vectors, with zeros behind them.
+template <DType kType>
+struct Last {
+  alignas(64) std::byte some[2 * HWY_MAX_BYTES] = {};
+  const std::byte* of(const std::byte* from, std::int64_t count) {
+    std::memcpy(some, from, static_cast<std::size_t>(count) * item_of(kType));
+    return some;
+  }
+};
+
+/// Rows of f32 in the order of load_side(), and back.
+template <DType kType, bool kBack>
+void deal(float* row, std::int64_t count) {
+  if constexpr (kType == DType::kBF16 && kDeals) {
+    constexpr std::int64_t kBlock = 2 * lanes();
+    float old[kBlock];
+    for (std::int64_t d = 0; d < count; d += kBlock) {
+      std::memcpy(old, row + d, sizeof old);
+      for (std::int64_t i = 0; i < kBlock; ++i) {
+        const std::int64_t dealt = i % 2 * lanes() + i / 2;
+        row[d + (kBack ? i : dealt)] = old[kBack ? dealt : i];
+      }
+    }
+  }
+}
+
+/// Scores of kRows query rows and kKeys keys.
+template <DType kType, int kRows, int kKeys>
+HWY_INLINE void score_block(float* out, std::int64_t out_step, const float* query, std::int64_t query_step,
+                            const std::byte* const* keys, std::int64_t head, std::int64_t dim) {
+  VF sums[kRows][kKeys];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int k = 0; k < kKeys; ++k) sums[r][k] = hn::Zero(f);
+  }
+  const auto step = [&](std::int64_t d, const std::byte* const* from, std::int64_t offset) HWY_ATTR {
+#pragma GCC unroll 2
+    for (int side = 0; side < 2; ++side) {
+      VF key[kKeys];
+#pragma GCC unroll 16
+      for (int k = 0; k < kKeys; ++k) key[k] = load_side<kType>(from[k] + offset, side);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const VF q = hn::LoadU(f, query + r * query_step + d + side * lanes());
+#pragma GCC unroll 16
+        for (int k = 0; k < kKeys; ++k) sums[r][k] = hn::MulAdd(q, key[k], sums[r][k]);
+      }
+    }
+  };
+  std::int64_t d = 0;
+  for (; d + 2 * lanes() <= dim; d += 2 * lanes()) step(d, keys, head + d * static_cast<std::int64_t>(item_of(kType)));
+  if (d < dim) {
+    const std::byte* last[kKeys];
+    std::array<Last<kType>, kKeys> copies;
+    for (int k = 0; k < kKeys; ++k)
+      last[k] = copies[static_cast<std::size_t>(k)].of(at<kType>(keys[k] + head, d), dim - d);
+    step(d, last, 0);
+  }
+  if constexpr (kRows * kKeys % 4 == 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows * kKeys; i += 4) {
+      const auto to = [&](int j) { return out + (i + j) / kKeys * out_step + (i + j) % kKeys; };
+      const auto sum = [&](int j) { return sums[(i + j) / kKeys][(i + j) % kKeys]; };
+      store_four(to(0), to(1), to(2), to(3), sum(0), sum(1), sum(2), sum(3));
+    }
+  } else {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+      for (int k = 0; k < kKeys; ++k) out[r * out_step + k] = sum_of(sums[r][k]);
+    }
+  }
+}
+
+/// Calls use(rows as a constant, first row) for blocks of four, two and one rows.
+template <class Use>
+HWY_INLINE void for_row_blocks(std::int64_t rows, Use&& use) {
+  std::int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) use(std::integral_constant<int, 4>(), r);
+  for (; r + 2 <= rows; r += 2) use(std::integral_constant<int, 2>(), r);
+  if (r < rows) use(std::integral_constant<int, 1>(), r);
+}
+
+template <DType kType>
+void scores(float* out, std::int64_t out_step, const float* query, std::int64_t query_step, std::int64_t rows,
+            const std::byte* const* keys, std::int64_t count, std::int64_t dim, const Heads& heads) {
+  constexpr std::int64_t kStep = 12;
+  const std::int64_t bytes = dim * static_cast<std::int64_t>(item_of(kType));
+  for (std::int64_t t = 0; t < count; t += kStep) {
+    if (heads.count * bytes <= kAskedBytes) ask_for(keys, t + kAhead, kStep, count, heads.first, heads.count * bytes);
+    const std::int64_t here = std::min(kStep, count - t);
+    for (std::int64_t h = 0; h < heads.count; ++h) {
+      const std::int64_t head = heads.first + h * heads.step;
+      for_row_blocks(rows, [&](auto num, std::int64_t r) HWY_ATTR {
+        constexpr int kRows = decltype(num)::value;
+        constexpr int kKeys = kManyRegisters || kRows < 4 ? 6 : 3;
+        float* to = out + (h * rows + r) * out_step + t;
+        const float* from = query + (h * rows + r) * query_step;
+        std::int64_t k = 0;
+        for (; k + kKeys <= here; k += kKeys) {
+          score_block<kType, kRows, kKeys>(to + k, out_step, from, query_step, keys + t + k, head, dim);
+        }
+        for (; k < here; ++k) {
+          score_block<kType, kRows, 1>(to + k, out_step, from, query_step, keys + t + k, head, dim);
+        }
+      });
+    }
+  }
+}
+
+/// kRows rows of the output += kKeys weights of each × values.
+template <DType kType, int kRows, int kKeys>
+HWY_INLINE void add_block(float* out, std::int64_t out_step, const float* weights, std::int64_t weight_step,
+                          const std::byte* const* values, std::int64_t head, std::int64_t dim) {
+  const float* weight[kRows];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) weight[r] = weights + r * weight_step;
+  const auto step = [&](std::int64_t d, const std::byte* const* from, std::int64_t offset) HWY_ATTR {
+    VF sums[kRows][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      sums[r][0] = hn::LoadU(f, out + r * out_step + d);
+      sums[r][1] = hn::LoadU(f, out + r * out_step + d + lanes());
+    }
+#pragma GCC unroll 16
+    for (int k = 0; k < kKeys; ++k) {
+      const VF first = load_side<kType>(from[k] + offset, 0);
+      const VF second = load_side<kType>(from[k] + offset, 1);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const VF one = hn::Set(f, weight[r][k]);
+        sums[r][0] = hn::MulAdd(one, first, sums[r][0]);
+        sums[r][1] = hn::MulAdd(one, second, sums[r][1]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      hn::StoreU(sums[r][0], f, out + r * out_step + d);
+      hn::StoreU(sums[r][1], f, out + r * out_step + d + lanes());
+    }
+  };
+  std::int64_t d = 0;
+  for (; d + 2 * lanes() <= dim; d += 2 * lanes()) {
+    step(d, values, head + d * static_cast<std::int64_t>(item_of(kType)));
+  }
+  if (d < dim) {
+    const std::byte* last[kKeys];
+    std::array<Last<kType>, kKeys> copies;
+    for (int k = 0; k < kKeys; ++k) {
+      last[k] = copies[static_cast<std::size_t>(k)].of(at<kType>(values[k] + head, d), dim - d);
+    }
+    step(d, last, 0);
+  }
+}
+
+template <DType kType>
+void add_values(float* out, std::int64_t out_step, const float* weights, std::int64_t weight_step, std::int64_t rows,
+                const std::byte* const* values, std::int64_t count, std::int64_t dim, const Heads& heads) {
+  constexpr int kKeys = 8;
+  const std::int64_t bytes = dim * static_cast<std::int64_t>(item_of(kType));
+  for (std::int64_t t = 0; t < count; t += kKeys) {
+    if (heads.count * bytes <= kAskedBytes) ask_for(values, t + kAhead, kKeys, count, heads.first, heads.count * bytes);
+    const std::int64_t here = std::min<std::int64_t>(kKeys, count - t);
+    for (std::int64_t h = 0; h < heads.count; ++h) {
+      const std::int64_t head = heads.first + h * heads.step;
+      for_row_blocks(rows, [&](auto num, std::int64_t r) HWY_ATTR {
+        constexpr int kRows = decltype(num)::value;
+        float* to = out + (h * rows + r) * out_step;
+        const float* from = weights + (h * rows + r) * weight_step + t;
+        if (here == kKeys) {
+          add_block<kType, kRows, kKeys>(to, out_step, from, weight_step, values + t, head, dim);
+          return;
+        }
+        for (std::int64_t k = 0; k < here; ++k) {
+          add_block<kType, kRows, 1>(to, out_step, from + k, weight_step, values + t + k, head, dim);
+        }
+      });
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ softmax
+
+float finish(float* scores, std::int64_t first, std::int64_t end, std::int64_t count, float scale, float cap) {
+  std::fill(scores, scores + first, kLowest);
+  std::fill(scores + end, scores + count, kLowest);
+  const VF times = hn::Set(f, scale);
+  // Lanes beyond [first, end) are −infinity and stay so: whole vectors may be taken.
+  const std::int64_t start = first / lanes() * lanes();
+  VF largest = hn::Set(f, kLowest);
+  for (std::int64_t i = start; i < end; i += lanes()) {
+    VF v = hn::LoadU(f, scores + i);
+    const auto outside = hn::Eq(v, hn::Set(f, kLowest));
+    v = hn::Mul(v, times);
+    if (cap > 0.0F) v = hn::Mul(hn::Set(f, cap), hn::Tanh(f, hn::Div(v, hn::Set(f, cap))));
+    if (scale <= 0.0F || cap > 0.0F) v = hn::IfThenElse(outside, hn::Set(f, kLowest), v);
+    hn::StoreU(v, f, scores + i);
+    largest = hn::Max(largest, v);
+  }
+  return max_of(largest);
+}
+
+float exponentiate(float* scores, std::int64_t count, float max) {
+  const VF top = hn::Set(f, max);
+  VF sum = hn::Zero(f);
+  for (std::int64_t i = 0; i < count; i += lanes()) {
+    const VF v = hn::Sub(hn::LoadU(f, scores + i), top);
+    const VF e = hn::IfThenElse(hn::IsNaN(v), v, hn::Exp(f, v));
+    hn::StoreU(e, f, scores + i);
+    sum = hn::Add(sum, e);
+  }
+  return sum_of(sum);
+}
+
+void multiply_row(float* x, std::int64_t count, float factor) {
+  const VF by = hn::Set(f, factor);
+  for (std::int64_t i = 0; i < count; i += lanes()) hn::StoreU(hn::Mul(hn::LoadU(f, x + i), by), f, x + i);
+}
+
+template <int kGroup>
+void keep_of(float* scores, std::int64_t count, int n) {
+  for (std::int64_t i = 0; i + kGroup <= count; i += kGroup) {
+    float old[kGroup];
+    std::memcpy(old, scores + i, sizeof old);
+    for (int a = 0; a < kGroup; ++a) {
+      int before = 0;
+      for (int b = 0; b < kGroup; ++b) before += old[b] > old[a] || (kGroup == 4 && b < a && old[b] == old[a]) ? 1 : 0;
+      if (before >= n) scores[i + a] = kLowest;
+    }
+  }
+}
+
+void keep(float* scores, std::int64_t count, int n, int m) {
+  if (m == 4) return keep_of<4>(scores, count, n);
+  keep_of<8>(scores, count, n);
+}
+
+template <DType kType>
+constexpr KeyLoops kKeyLoops{scores<kType>, pack_keys<kType>, deal<kType, false>};
+template <DType kType>
+constexpr ValueLoops kValueLoops{add_values<kType>, pack_values<kType>, deal<kType, true>};
+
+}  // namespace
+
+AttentionMath MathFor() { return {2 * lanes(), kRowBlock, multiply, finish, exponentiate, multiply_row, keep}; }
+
+KeyLoops KeysFor(DType dtype) {
+  switch (dtype) {
+    case DType::kF32: return kKeyLoops<DType::kF32>;
+    case DType::kF16: return kKeyLoops<DType::kF16>;
+    case DType::kBF16: return kKeyLoops<DType::kBF16>;
+    case DType::kF8E5M2: return kKeyLoops<DType::kF8E5M2>;
+    case DType::kF8E4M3Fnuz: return kKeyLoops<DType::kF8E4M3Fnuz>;
+    case DType::kF8E5M2Fnuz: return kKeyLoops<DType::kF8E5M2Fnuz>;
+    default: return kKeyLoops<DType::kF8E4M3>;
+  }
+}
+
+ValueLoops ValuesFor(DType dtype) {
+  switch (dtype) {
+    case DType::kF32: return kValueLoops<DType::kF32>;
+    case DType::kF16: return kValueLoops<DType::kF16>;
+    case DType::kBF16: return kValueLoops<DType::kBF16>;
+    case DType::kF8E5M2: return kValueLoops<DType::kF8E5M2>;
+    case DType::kF8E4M3Fnuz: return kValueLoops<DType::kF8E4M3Fnuz>;
+    case DType::kF8E5M2Fnuz: return kValueLoops<DType::kF8E5M2Fnuz>;
+    default: return kValueLoops<DType::kF8E4M3>;
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace kvstride::cpu
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace kvstride::cpu {
+
+HWY_EXPORT(MathFor);
+HWY_EXPORT(KeysFor);
+HWY_EXPORT(ValuesFor);
+
+const AttentionMath& attention_math() {
+  static const AttentionMath math = HWY_DYNAMIC_DISPATCH(MathFor)();
+  return math;
+}
+
+KeyLoops key_loops(DType dtype) { return HWY_DYNAMIC_DISPATCH(KeysFor)(dtype); }
+ValueLoops value_loops(DType dtype) { return HWY_DYNAMIC_DISPATCH(ValuesFor)(dtype); }
+
+}  // namespace kvstride::cpu
+#endif
