@@ -93,7 +93,9 @@ void check_memory(const AttentionBatch& batch, const AttentionOutput& output, co
   std::sort(order.begin(), order.end(),
             [&](std::size_t a, std::size_t b) { return std::abs(output.strides[a]) < std::abs(output.strides[b]); });
   std::int64_t reach = 0;
+  const bool empty = std::any_of(shape.begin(), shape.end(), [](std::int64_t n) { return n == 0; });
   for (const std::size_t axis : order) {
+    if (empty) break;
     if (shape[axis] <= 1) continue;
     if (std::abs(output.strides[axis]) <= reach) {
       refuse(ErrorCode::kArgument,

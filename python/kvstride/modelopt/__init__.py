@@ -1,0 +1,1 @@
+from ._sparsity import sparsity
