@@ -274,8 +274,14 @@ class Engine:
             time.sleep(0.1)
 
     def metrics(self) -> dict[str, float]:
-        """Counters and gauges of vLLM by name and labels."""
+        """Counters and gauges of vLLM by name and labels, and what kvstride counts in this process."""
+        from prometheus_client import REGISTRY
+
         out = {}
+        for family in REGISTRY.collect():
+            for sample in family.samples if family.name.startswith("kvstride_") else ():
+                labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))
+                out[f"{sample.name}{{{labels}}}"] = sample.value
         for metric in self.llm.get_metrics():
             labels = ",".join(f"{k}={v}" for k, v in sorted(metric.labels.items()) if k not in ("model_name", "engine"))
             if hasattr(metric, "value"):

@@ -305,7 +305,7 @@ def _spec(found: type, args: Mapping[str, int], dtype: str, cache_dtype: str) ->
         "block_size": args["block_size"],
         "num_kv_heads": args["num_kv_heads"],
         "head_size": args["head_size"],
-        "dtype": _cache_torch_dtype(dtype, cache_dtype),
+        "dtype": cache_torch_dtype(dtype, cache_dtype),
         "kv_quant_mode": quant(cache_dtype),
     }
     if mla:
@@ -334,7 +334,7 @@ def _torch_dtype(dtype: str) -> Any:
     return getattr(importlib.import_module("torch"), name)
 
 
-def _cache_torch_dtype(dtype: str, cache_dtype: str) -> Any:
+def cache_torch_dtype(dtype: str, cache_dtype: str) -> Any:
     """The torch dtype that the engine keeps a cache of this dtype in."""
     if cache_dtype == "auto":
         return _torch_dtype(dtype)
@@ -345,4 +345,4 @@ def _cache_torch_dtype(dtype: str, cache_dtype: str) -> Any:
 
 
 def _element(dtype: str, cache_dtype: str) -> str:
-    return str(_cache_torch_dtype(dtype, cache_dtype))
+    return str(cache_torch_dtype(dtype, cache_dtype))

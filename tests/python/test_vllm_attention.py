@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvstride as vLLM's attention on the CPU: dense it answers as vLLM's own backend does, sparse it counts what it skips.
+
+Each engine is a process of its own (some 15 s). Equal means the same greedy tokens, where two are not as likely as each
+other, and logprobs within what the dtype rounds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstride as kv
+from kvstride.vllm.attention.options import AttentionOptions, Lambda
+from offload import compare, run
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None and not os.environ.get("KVSTRIDE_REQUIRE_VLLM"),
+    reason="vLLM is not installed; with KVSTRIDE_REQUIRE_VLLM=1 this fails",
+)
+LONG = bool(os.environ.get("KVSTRIDE_LONG"))
+
+FIRST = list(range(5, 405))
+#: A long prompt alone, then several at once: prefill in chunks beside decodes.
+STEPS: list[Any] = [
+    {"prompt": FIRST, "tokens": 12},
+    {"together": [{"prompt": [*range(i, i + 37 * (i % 9) + 1)], "tokens": 3 + i % 5} for i in range(7, 31)]},
+    {"prompt": [*range(300, 700), 7, 8, 9]},
+]
+SMALL_STEPS = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that the tests of this file share."""
+    return tmp_path_factory.mktemp("attention")
+
+
+_own: dict[str, dict[str, Any]] = {}
+
+
+def own(work: Path, kind: str, dtype: str) -> dict[str, Any]:
+    """What vLLM's own backend answers."""
+    name = f"{kind} {dtype}"
+    if name not in _own:
+        _own[name] = run(work, STEPS, kind=kind, llm={"dtype": dtype, **SMALL_STEPS})
+    return _own[name]
+
+
+def ours(monkeypatch: pytest.MonkeyPatch, work: Path, options: Any = "1", **job: Any) -> dict[str, Any]:
+    """What the engine answers with our backend."""
+    monkeypatch.setenv("KVSTRIDE_ATTENTION", options if isinstance(options, str) else json.dumps(options))
+    return run(work, STEPS, **job)
+
+
+def expect_alike(got: dict[str, Any], expected: dict[str, Any], noise: float) -> None:
+    for a, b in zip(got["answers"], expected["answers"], strict=True):
+        far, fair = compare(a, b, noise)
+        assert far <= noise and fair, (far, fair, a["tokens"], b["tokens"])
+
+
+def rounding(work: Path, kind: str, dtype: str) -> float:
+    """How far vLLM's own answers in a dtype are from its answers in float32: two that round so may differ by twice."""
+    pairs = zip(own(work, kind, dtype)["answers"], own(work, kind, "float32")["answers"], strict=True)
+    return 2 * max(compare(a, b, 1.0)[0] for a, b in pairs)
+
+
+def counted(told: dict[str, Any], name: str, phase: str) -> float:
+    return float(told["metrics"].get(f"kvstride_attention_{name}_total{{phase={phase}}}", 0))
+
+
+long = pytest.mark.skipif(not LONG, reason="KVSTRIDE_LONG=1, as make test-long has it")
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("kind", "dtype", "llm", "layout"),
+    [
+        ("llama", "float32", {}, None),
+        ("llama", "bfloat16", {"block_size": 16}, "NHD"),
+        # Windows, q and k norms, scale of its own.
+        pytest.param("gemma3", "float32", {}, "NHD", marks=long),
+        pytest.param("qwen3_next", "float32", {}, None, marks=long),
+        pytest.param("llama", "float16", {"block_size": 8}, "HND", marks=long),
+    ],
+)
+def test_dense_answers_as_vllm_does(
+    work: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str, llm: dict[str, Any], layout: str | None
+) -> None:
+    expected = own(work, kind, dtype)
+    if layout:
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+    told = ours(monkeypatch, work, kind=kind, llm={"dtype": dtype, **SMALL_STEPS, **llm})
+    expect_alike(told, expected, 1e-4 if dtype == "float32" else rounding(work, kind, dtype))
+    assert "kvstride attends" in told["log"]
+    assert counted(told, "tokens", "prefill") > 400 and counted(told, "tokens", "decode") > 0
+    assert counted(told, "tiles", "prefill") == 0
+
+
+@needs_vllm
+def test_sparse(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """λ → 0 is dense, to the last bit; a large one skips tiles and answers otherwise; layers may be left out."""
+    job: dict[str, Any] = {"kind": "llama", "llm": {"dtype": "float32", **SMALL_STEPS}}
+    tiles = {"tile": [16, 32]}
+    dense = ours(monkeypatch, work, **job)
+    tiny = ours(monkeypatch, work, {"skip_lambda": 1e-30, **tiles}, **job)
+    expect_alike(tiny, dense, 1e-4)
+    assert counted(tiny, "tiles", "prefill") > 0 and counted(tiny, "tiles", "decode") > 0
+    assert counted(tiny, "tiles_skipped", "prefill") == counted(tiny, "tiles_skipped", "decode") == 0
+
+    large = ours(monkeypatch, work, {"skip_lambda": {"prefill": 0.7, "decode": 0.3}, **tiles}, **job)
+    for phase in ("prefill", "decode"):
+        assert 0 < counted(large, "tiles_skipped", phase) < counted(large, "tiles", phase)
+        assert counted(large, "tiles", phase) == counted(tiny, "tiles", phase)
+    assert any(a["logprobs"] != b["logprobs"] for a, b in zip(large["answers"], dense["answers"], strict=True))
+
+    left_out = {"skip_lambda": 0.7, "nm": [1, 4], "recent": 0, "leave_out": ["*.layers.*"], **tiles}
+    expect_alike(ours(monkeypatch, work, left_out, **job), dense, 1e-5)
+
+
+@needs_vllm
+@long
+def test_n_of_m(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill alone: everything recent is dense."""
+    job: dict[str, Any] = {"kind": "llama", "llm": {"dtype": "float32", **SMALL_STEPS}}
+    dense = ours(monkeypatch, work, **job)
+    recent = ours(monkeypatch, work, {"nm": [2, 4], "recent": 5000}, **job)
+    expect_alike(recent, dense, 1e-5)
+    sparse = ours(monkeypatch, work, {"nm": [1, 8], "recent": 4, "sink_tokens": 1}, **job)
+    assert any(a["logprobs"] != b["logprobs"] for a, b in zip(sparse["answers"], dense["answers"], strict=True))
+
+
+@needs_vllm
+def test_wrong_options_stop_the_engine(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match="KVSTRIDE_ATTENTION: unknown option 'skip'"):
+        ours(monkeypatch, work, {"skip": 0.1}, kind="llama")
+
+
+def test_options() -> None:
+    parse = AttentionOptions.parse
+    assert parse("") is parse("0") is parse("off") is None
+    assert parse("1") == AttentionOptions() and AttentionOptions().dense
+    one = parse('{"skip_lambda": 0.1, "nm": [2, 4], "leave_out": ["model.layers.0.*"]}')
+    assert one is not None and not one.dense
+    assert (one.prefill, one.decode) == (Lambda(0.1), Lambda(0.1))
+    assert one.leaves_out("model.layers.0.self_attn") and not one.leaves_out("model.layers.10.self_attn")
+    two = parse('{"skip_lambda": {"prefill": {"a": 100, "b": 2, "target": 0.5}, "decode": 0}}')
+    assert two is not None and two.decode == Lambda()
+    assert two.prefill.at(1000) == pytest.approx(0.1 * 2.718281828)
+    assert two.prefill.at(100) == 0.0  # 1 and more is off
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("yes", "expected 1, 0 or JSON"),
+        ("[1]", "expected 1, 0 or a JSON object"),
+        ('{"lambda": 1}', "unknown option 'lambda'"),
+        ('{"skip_lambda": 1.0}', "must be below 1"),
+        ('{"skip_lambda": "0.1"}', "expected a number"),
+        ('{"skip_lambda": NaN}', "expected a number"),
+        ('{"skip_lambda": {"prefill": 0.1, "chunk": 0.1}}', "skip_lambda has 'chunk'"),
+        ('{"skip_lambda": {"a": 1}}', "expected a number or a, b and target"),
+        ('{"skip_lambda": {"a": 0, "b": 1}}', "needs a above 0"),
+        ('{"nm": [4, 4]}', "M must be 4 or 8"),
+        ('{"nm": [2]}', "expected two whole numbers"),
+        ('{"tile": [0, 8]}', "both must be at least 1"),
+        ('{"recent": -1}', "a whole number from 0 on"),
+        ('{"leave_out": "x"}', "expected a list of patterns"),
+    ],
+)
+def test_wrong_options(text: str, said: str) -> None:
+    with pytest.raises(kv.ArgumentError, match=said) as caught:
+        AttentionOptions.parse(text)
+    assert "KVSTRIDE_ATTENTION" in str(caught.value)
