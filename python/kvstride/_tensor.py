@@ -74,10 +74,13 @@ def is_tensor(thing: Any) -> bool:
     return isinstance(thing, np.ndarray) or is_torch(thing) or hasattr(thing, "__dlpack__")
 
 
-def inspect(tensor: Any, what: str = "tensor", *, allow_empty: bool = False) -> TensorInfo:
-    """Describe `tensor` without copying. Raises ArgumentError, DTypeError or LayoutError for what cannot be used."""
+def inspect(tensor: Any, what: str = "tensor", *, allow_empty: bool = False, any_device: bool = False) -> TensorInfo:
+    """Describe `tensor` without copying; with `any_device` also memory that only its own framework can touch.
+
+    Raises ArgumentError, DTypeError or LayoutError for what cannot be used.
+    """
     if is_torch(tensor):
-        info = _inspect_torch(tensor, what)
+        info = _inspect_torch(tensor, what, any_device)
     elif isinstance(tensor, np.ndarray):
         info = _inspect_numpy(tensor, what)
     elif hasattr(tensor, "__dlpack__"):
@@ -89,7 +92,7 @@ def inspect(tensor: Any, what: str = "tensor", *, allow_empty: bool = False) -> 
     return info
 
 
-def _inspect_torch(tensor: Any, what: str) -> TensorInfo:
+def _inspect_torch(tensor: Any, what: str, any_device: bool = False) -> TensorInfo:
     import torch
 
     if tensor.is_nested:
@@ -98,7 +101,7 @@ def _inspect_torch(tensor: Any, what: str) -> TensorInfo:
         raise ArgumentError(f"{what}: a {tensor.layout} tensor has no strides")
     if tensor.is_meta:
         raise ArgumentError(f"{what}: a meta tensor has no memory")
-    if tensor.device.type != "cpu":
+    if tensor.device.type != "cpu" and not any_device:
         raise ArgumentError(f"{what}: on {tensor.device}; this build of kvstride handles CPU memory")
     if tensor.is_conj() or tensor.is_neg():
         raise ArgumentError(f"{what}: a conjugate or negative view does not hold the values that it shows")
@@ -183,7 +186,7 @@ def view(info: TensorInfo, byte_offset: int, dtype: str, shape: tuple[int, ...],
 def _torch_view(owner: Any, byte_offset: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     import torch
 
-    kind = getattr(torch, _TORCH_VIEW[dtype], torch.uint8)
+    kind = torch_dtype(dtype)
     start = owner.storage_offset() * owner.element_size() + byte_offset
     if start % kind.itemsize:
         from .errors import NotStrided
@@ -192,6 +195,13 @@ def _torch_view(owner: Any, byte_offset: int, dtype: str, shape: tuple[int, ...]
     if kind == owner.dtype:
         return owner.as_strided(shape, strides, start // kind.itemsize)
     return torch.empty(0, dtype=kind).set_(owner.untyped_storage(), start // kind.itemsize, shape, strides)
+
+
+def torch_dtype(dtype: str) -> Any:
+    """torch's dtype of a plane; uint8 where this torch has none."""
+    import torch
+
+    return getattr(torch, _TORCH_VIEW[dtype], torch.uint8)
 
 
 def _item_size(dtype: str) -> int:
@@ -203,7 +213,7 @@ def empty_like(info: TensorInfo, dtype: str, shape: tuple[int, ...]) -> Any:
     if is_torch(info.owner):
         import torch
 
-        return torch.empty(shape, dtype=getattr(torch, _TORCH_VIEW[dtype], torch.uint8))
+        return torch.empty(shape, dtype=torch_dtype(dtype))
     owner = info.owner
     if isinstance(owner, np.ndarray) and _NUMPY.get(owner.dtype.name) == dtype:
         return np.empty(shape, dtype=owner.dtype)
