@@ -7,8 +7,6 @@ skipped; with KVSTRIDE_REQUIRE_VLLM=1 it fails.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import subprocess
@@ -16,11 +14,11 @@ import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 import kvstride as kv
+from absent import stand_ins
 from kvstride.vllm import (
     Named,
     backends,
@@ -48,35 +46,11 @@ torch = pytest.importorskip("torch")
 PACKED = release_of(RELEASE) >= (0, 26)
 
 
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for packages of other machines, so that a backend's *source* can be imported and asked."""
-
-    NAMES = ("flashinfer",)
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".")[0] in self.NAMES:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        module = MagicMock(name=spec.name)
-        module.__path__ = []
-        return module
-
-    def exec_module(self, module: Any) -> None:
-        return None
-
-
 @pytest.fixture(scope="module", autouse=True)
 def absent_packages() -> Iterator[None]:
     """FlashInfer's classes can be asked without FlashInfer."""
-    finder = _Absent()
-    sys.meta_path.append(finder)
-    yield
-    sys.meta_path.remove(finder)
-    for name in [n for n in sys.modules if n.split(".")[0] in _Absent.NAMES]:
-        if isinstance(sys.modules[name], MagicMock):
-            del sys.modules[name]
+    with stand_ins():
+        yield
 
 
 def installed_classes() -> dict[str, type]:

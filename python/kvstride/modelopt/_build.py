@@ -12,6 +12,7 @@ from kvstride import ArgumentError, Entry, Geometry, Layout, LayoutError, layout
 from kvstride._args import to_size
 from kvstride._tensor import torch_dtype
 from kvstride.vllm import layout_of_backend
+from kvstride.vllm.families import Interior
 from kvstride.vllm.interiors import dtypes as _dtypes
 from kvstride.vllm.probe import cache_torch_dtype
 
@@ -71,6 +72,8 @@ def make_kv_cache(
     if symbols:
         raise ArgumentError(f"{_VERB}: a backend's layout has no size {next(iter(symbols))!r}")
     named = layout_of_backend(backend, **sizes, dtype=dtype, cache_dtype=cache_dtype, layout=layout)
+    if named.interior is Interior.STATE:
+        raise LayoutError(f"{_VERB}: {named.backend} keeps recurrent state, no keys and values")
     kind = cache_torch_dtype(dtype, cache_dtype)
     strides = [named.strides[axis] // kind.itemsize for axis in named.axes]
     return _tensor(named.shape, strides, kind, fill, device)

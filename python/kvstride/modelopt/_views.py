@@ -81,6 +81,8 @@ def split_kv_cache(
     """
     sizes = _given_sizes(num_kv_heads, head_size, value_head_size)
     parts = kv_cache if isinstance(kv_cache, (tuple, list)) else (kv_cache,)
+    if not parts:
+        raise ArgumentError(f"{_VERB}: kv_cache is an empty {type(kv_cache).__name__}")
     infos = [inspect(part, f"{_VERB}: kv_cache", any_device=True) for part in parts]
     seen = " and ".join(f"{list(i.shape)} strides {list(i.strides)} {i.dtype_name}" for i in infos)
     try:
