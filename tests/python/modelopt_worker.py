@@ -10,6 +10,7 @@ compare.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -18,7 +19,6 @@ import sys
 import traceback
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ def strided_rows() -> list[kv.Entry]:
 # --- Kernels over views ---------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclasses.dataclass
 class Batch:
     """Queries, and keys and values by sequence, in pages that are taken in no order."""
 
@@ -290,6 +290,9 @@ class Launch:
             "block_table": batch.table,
             "slot_mapping": batch.slots,
         }
+        for known in dataclasses.fields(FlashAttentionMetadata):  # to 0.31: those of cascade attention
+            if known.default is dataclasses.MISSING:
+                given.setdefault(known.name, None)
         metadata = FlashAttentionMetadata(**(given | changes))
         impl = self.impl(self.plugin.ModelOptSparseAttentionImpl, sparse)
         return impl.forward(types.SimpleNamespace(), batch.q, None, None, self.memory, metadata, output=self.output)
