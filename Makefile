@@ -8,6 +8,7 @@ SHELL := bash
 
 PYTHON ?= python3
 VLLM_RELEASE ?= 0.32.0
+MODELOPT_RELEASE ?= 0.47.0
 # Older ones on which `make test-long` offloads.
 OFFLOAD_RELEASES ?= 0.30.0 0.31.0
 # ON in CI: a compiler warning is an error.
@@ -31,7 +32,8 @@ export PATH := $(CURDIR)/$(DEV)/bin:$(PATH)
 
 # What needs an installed vLLM; the rest is quick.
 ENGINE_TESTS := $(addprefix tests/python/,test_engine_writes.py test_vllm_backends.py test_vllm_offload.py \
-                  test_vllm_serving.py)
+                  test_vllm_serving.py \
+                  test_modelopt_views.py test_modelopt_kernels.py)
 QUICK_TESTS := $(filter-out $(ENGINE_TESTS),$(wildcard tests/python/test_*.py))
 RANDOM_TESTS = $(shell grep -l hypothesis $(QUICK_TESTS))
 CXX_FILES := $(shell find include src cli python/src tests fuzz benchmarks examples -name '*.cpp' -o -name '*.h')
@@ -86,6 +88,13 @@ $(ENGINE)/.vllm-$(VLLM_RELEASE): | build/.apt
 	$(ENGINE)/bin/pip uninstall -qq --yes torchvision torchaudio torchcodec
 	touch $@
 
+# ModelOpt, whose kernels and plug-in run on our views: without the rest of what it asks for, which is for GPUs.
+$(ENGINE)/.modelopt-$(MODELOPT_RELEASE): $(ENGINE)/.vllm-$(VLLM_RELEASE)
+	@echo "== nvidia-modelopt $(MODELOPT_RELEASE) into .venv-vllm"
+	$(call retry,$(ENGINE)/bin/pip install -qq --no-deps nvidia-modelopt==$(MODELOPT_RELEASE))
+	$(call retry,$(ENGINE)/bin/pip install -qq omegaconf 'pulp<4' scipy)
+	touch $@
+
 $(ENGINE)/.kvstride: dist/.wheel $(ENGINE)/.vllm-$(VLLM_RELEASE)
 	@$(call install_wheel,$(ENGINE))
 	touch $@
@@ -103,8 +112,8 @@ check: ctest quick ## The everyday loop: build what changed, C++ tests, quick Py
 quick: $(DEV)/.kvstride ## The Python tests that need neither torch nor vLLM
 	@$(DEV)/bin/python -m pytest -q -n auto $(QUICK_TESTS)
 
-test: ctest $(ENGINE)/.kvstride ## All tests, those on an installed vLLM included
-	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH" KVSTRIDE_REQUIRE_VLLM=1
+test: ctest $(ENGINE)/.kvstride $(ENGINE)/.modelopt-$(MODELOPT_RELEASE) ## All tests, those on an installed vLLM included
+	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH" KVSTRIDE_REQUIRE_VLLM=1 KVSTRIDE_REQUIRE_MODELOPT=1
 	python -m pytest tests/python
 
 test-offload: $(ENGINE)/.kvstride

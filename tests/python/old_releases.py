@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run test_vllm_backends.py against older vLLM releases, their sources beside the installed one's dependencies.
+"""Run the tests that ask backends' classes against older vLLM releases, their sources beside the installed one's dependencies.
 
     python tests/python/old_releases.py [RELEASE ...]
 
@@ -40,7 +40,8 @@ def run(release: str) -> tuple[int, str]:
     """(exit code, the line that counts) of the test file against a release."""
     path = os.pathsep.join([str(install(release)), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | {"PYTHONPATH": path, "KVSTRIDE_REQUIRE_VLLM": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "test_vllm_backends.py")]
+    files = [str(HERE / name) for name in ("test_vllm_backends.py", "test_modelopt_views.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     counted = [line for line in ran.stdout.splitlines() if line.startswith("vLLM ")]
     if ran.returncode:
