@@ -69,6 +69,45 @@ HWY_INLINE VF last_vector(const std::byte* from, std::int64_t count) {
 HWY_INLINE float sum_of(VF v) { return hn::GetLane(hn::SumOfLanes(f, v)); }
 HWY_INLINE float max_of(VF v) { return hn::GetLane(hn::MaxOfLanes(f, v)); }
 
+#if HWY_TARGET != HWY_SCALAR
+const hn::FixedTag<float, 4> four;
+using V4 = hn::Vec<decltype(four)>;
+
+/// The sums of parts of a vector of any length.
+template <class D>
+HWY_INLINE V4 fold(D d, hn::Vec<D> v) {
+  if constexpr (hn::MaxLanes(d) <= 4) {
+    return v;
+  } else {
+    const hn::Half<D> half_of;
+    return fold(half_of, hn::Add(hn::LowerHalf(half_of, v), hn::UpperHalf(half_of, v)));
+  }
+}
+
+/// Rows become columns.
+HWY_INLINE void turn(V4& a, V4& b, V4& c, V4& d) {
+  const hn::FixedTag<double, 2> wide;
+  const auto ab = hn::BitCast(wide, hn::InterleaveLower(four, a, b));  // a0 b0 a1 b1
+  const auto cd = hn::BitCast(wide, hn::InterleaveLower(four, c, d));
+  const auto ab_high = hn::BitCast(wide, hn::InterleaveUpper(four, a, b));
+  const auto cd_high = hn::BitCast(wide, hn::InterleaveUpper(four, c, d));
+  a = hn::BitCast(four, hn::InterleaveLower(wide, ab, cd));
+  b = hn::BitCast(four, hn::InterleaveUpper(wide, ab, cd));
+  c = hn::BitCast(four, hn::InterleaveLower(wide, ab_high, cd_high));
+  d = hn::BitCast(four, hn::InterleaveUpper(wide, ab_high, cd_high));
+}
+
+/// The sums of four vectors, in order.
+HWY_INLINE V4 sums_of(VF a, VF b, VF c, VF d) {
+  const hn::Repartition<double, F> wide;
+  const auto ab = hn::BitCast(wide, hn::Add(hn::InterleaveLower(f, a, b), hn::InterleaveUpper(f, a, b)));
+  const auto cd = hn::BitCast(wide, hn::Add(hn::InterleaveLower(f, c, d), hn::InterleaveUpper(f, c, d)));
+  const auto low = hn::BitCast(f, hn::InterleaveLower(wide, ab, cd));  // a02 b02 c02 d02
+  const auto high = hn::BitCast(f, hn::InterleaveUpper(wide, ab, cd));
+  return fold(f, hn::Add(low, high));
+}
+#endif
+
 // ------------------------------------------------------------------------------------------------ products
 
 template <int kRows, bool kAdd>
@@ -127,20 +166,15 @@ HWY_INLINE void turn_four(float* to, std::int64_t step, const float* from, std::
     for (int i = 0; i < 4; ++i) to[i * step + r] = from[r * from_step + i];
   }
 #else
-  const hn::FixedTag<float, 4> four;
-  const hn::FixedTag<double, 2> wide;
-  const auto a = hn::LoadU(four, from);
-  const auto b = hn::LoadU(four, from + from_step);
-  const auto c = hn::LoadU(four, from + 2 * from_step);
-  const auto d = hn::LoadU(four, from + 3 * from_step);
-  const auto ab = hn::BitCast(wide, hn::InterleaveLower(four, a, b));  // a0 b0 a1 b1
-  const auto cd = hn::BitCast(wide, hn::InterleaveLower(four, c, d));
-  const auto ab_high = hn::BitCast(wide, hn::InterleaveUpper(four, a, b));
-  const auto cd_high = hn::BitCast(wide, hn::InterleaveUpper(four, c, d));
-  hn::StoreU(hn::BitCast(four, hn::InterleaveLower(wide, ab, cd)), four, to);
-  hn::StoreU(hn::BitCast(four, hn::InterleaveUpper(wide, ab, cd)), four, to + step);
-  hn::StoreU(hn::BitCast(four, hn::InterleaveLower(wide, ab_high, cd_high)), four, to + 2 * step);
-  hn::StoreU(hn::BitCast(four, hn::InterleaveUpper(wide, ab_high, cd_high)), four, to + 3 * step);
+  V4 a = hn::LoadU(four, from);
+  V4 b = hn::LoadU(four, from + from_step);
+  V4 c = hn::LoadU(four, from + 2 * from_step);
+  V4 d = hn::LoadU(four, from + 3 * from_step);
+  turn(a, b, c, d);
+  hn::StoreU(a, four, to);
+  hn::StoreU(b, four, to + step);
+  hn::StoreU(c, four, to + 2 * step);
+  hn::StoreU(d, four, to + 3 * step);
 #endif
 }
 
@@ -198,35 +232,12 @@ bool pack_values(float* panels, const std::byte* const* values, std::int64_t cou
 
 // ------------------------------------------------------------------------------------------------ few rows
 
-/// Asks for the heads' rows that come later: they may lie far apart, where no prefetcher of the machine finds them.
-HWY_INLINE void ask_for(const std::byte* const* rows, std::int64_t first, std::int64_t num, std::int64_t count,
-                        std::int64_t offset, std::int64_t bytes) {
-  for (std::int64_t i = first; i < std::min(first + num, count); ++i) {
-    for (std::int64_t line = 0; line < bytes; line += 64) hwy::Prefetch(rows[i] + offset + line);
-  }
-}
-
-/// Rows that are asked for ahead, and the bytes of one up to which it is done: longer ones are found.
+/// Rows that are asked for ahead of those at work, a line at a time while these are used.
 constexpr std::int64_t kAhead = 12;
-constexpr std::int64_t kAskedBytes = 1024;
 
-/// Four sums of four vectors, in order.
-HWY_INLINE void store_four(float* a, float* b, float* c, float* d, VF va, VF vb, VF vc, VF vd) {
-#if HWY_TARGET == HWY_SCALAR
-  *a = hn::GetLane(va), *b = hn::GetLane(vb), *c = hn::GetLane(vc), *d = hn::GetLane(vd);
-#else
-  const hn::Repartition<double, F> wide;
-  const auto ab = hn::Add(hn::InterleaveLower(f, va, vb), hn::InterleaveUpper(f, va, vb));  // a02 b02 a13 b13
-  const auto cd = hn::Add(hn::InterleaveLower(f, vc, vd), hn::InterleaveUpper(f, vc, vd));
-  const auto low = hn::BitCast(f, hn::InterleaveLower(wide, hn::BitCast(wide, ab), hn::BitCast(wide, cd)));
-  const auto high = hn::BitCast(f, hn::InterleaveUpper(wide, hn::BitCast(wide, ab), hn::BitCast(wide, cd)));
-  alignas(64) float sums[HWY_MAX_BYTES / sizeof(float)];
-  hn::Store(hn::Add(low, high), f, sums);
-  for (std::int64_t block = 4; block < lanes(); block += 4) {
-    for (int i = 0; i < 4; ++i) sums[i] += sums[block + i];
-  }
-  *a = sums[0], *b = sums[1], *c = sums[2], *d = sums[3];
-#endif
+HWY_INLINE const std::byte* const* later_of(const std::byte* const* rows, std::int64_t first, std::int64_t num,
+                                            std::int64_t count) {
+  return rows + std::min(first + kAhead, count - num);
 }
 
 /// Side 0 or 1 of the elements of two vectors: of bf16 those at even or at odd places (`deal`), of others the first or
@@ -235,7 +246,8 @@ template <DType kType>
 HWY_INLINE VF load_side(const std::byte* from, int side) {
   if constexpr (kType == DType::kBF16 && kDeals) {
     const VU both = hn::LoadU(u, as<std::uint32_t>(from));
-    return hn::BitCast(f, side == 0 ? hn::ShiftLeft<16>(both) : hn::And(both, hn::Set(u, 0xFFFF0000U)));
+    // Shifts, not a mask: that would take a register which the sums need.
+    return hn::BitCast(f, hn::ShiftLeft<16>(side == 0 ? both : hn::ShiftRight<16>(both)));
   } else {
     return element_vector<kType>(at<kType>(from, side * lanes()));
   }
@@ -270,7 +282,8 @@ void deal(float* row, std::int64_t count) {
 /// Scores of kRows query rows and kKeys keys.
 template <DType kType, int kRows, int kKeys>
 HWY_INLINE void score_block(float* out, std::int64_t out_step, const float* query, std::int64_t query_step,
-                            const std::byte* const* keys, std::int64_t head, std::int64_t dim) {
+                            const std::byte* const* keys, const std::byte* const* later, std::int64_t head,
+                            std::int64_t dim) {
   VF sums[kRows][kKeys];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
@@ -292,7 +305,12 @@ HWY_INLINE void score_block(float* out, std::int64_t out_step, const float* quer
     }
   };
   std::int64_t d = 0;
-  for (; d + 2 * lanes() <= dim; d += 2 * lanes()) step(d, keys, head + d * static_cast<std::int64_t>(item_of(kType)));
+  for (; d + 2 * lanes() <= dim; d += 2 * lanes()) {
+    const std::int64_t offset = head + d * static_cast<std::int64_t>(item_of(kType));
+#pragma GCC unroll 16
+    for (int k = 0; k < kKeys; ++k) hwy::Prefetch(later[k] + offset);
+    step(d, keys, offset);
+  }
   if (d < dim) {
     const std::byte* last[kKeys];
     std::array<Last<kType>, kKeys> copies;
@@ -300,19 +318,29 @@ HWY_INLINE void score_block(float* out, std::int64_t out_step, const float* quer
       last[k] = copies[static_cast<std::size_t>(k)].of(at<kType>(keys[k] + head, d), dim - d);
     step(d, last, 0);
   }
-  if constexpr (kRows * kKeys % 4 == 0) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows * kKeys; i += 4) {
-      const auto to = [&](int j) { return out + (i + j) / kKeys * out_step + (i + j) % kKeys; };
-      const auto sum = [&](int j) { return sums[(i + j) / kKeys][(i + j) % kKeys]; };
-      store_four(to(0), to(1), to(2), to(3), sum(0), sum(1), sum(2), sum(3));
+#if HWY_TARGET != HWY_SCALAR
+  if constexpr (kRows == 4 && kKeys % 3 == 0) {
+    // Three scores of each row at once; what is behind them is written next, or masked.
+#pragma GCC unroll 4
+    for (int k = 0; k < kKeys; k += 3) {
+      const auto sums_at = [&](int i) HWY_ATTR { return sums_of(sums[0][i], sums[1][i], sums[2][i], sums[3][i]); };
+      V4 a = sums_at(k);
+      V4 b = sums_at(k + 1);
+      V4 c = sums_at(k + 2);
+      V4 d = hn::Zero(four);
+      turn(a, b, c, d);
+      hn::StoreU(a, four, out + k);
+      hn::StoreU(b, four, out + out_step + k);
+      hn::StoreU(c, four, out + 2 * out_step + k);
+      hn::StoreU(d, four, out + 3 * out_step + k);
     }
-  } else {
+    return;
+  }
+#endif
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
-      for (int k = 0; k < kKeys; ++k) out[r * out_step + k] = sum_of(sums[r][k]);
-    }
+    for (int k = 0; k < kKeys; ++k) out[r * out_step + k] = sum_of(sums[r][k]);
   }
 }
 
@@ -329,9 +357,7 @@ template <DType kType>
 void scores(float* out, std::int64_t out_step, const float* query, std::int64_t query_step, std::int64_t rows,
             const std::byte* const* keys, std::int64_t count, std::int64_t dim, const Heads& heads) {
   constexpr std::int64_t kStep = 12;
-  const std::int64_t bytes = dim * static_cast<std::int64_t>(item_of(kType));
   for (std::int64_t t = 0; t < count; t += kStep) {
-    if (heads.count * bytes <= kAskedBytes) ask_for(keys, t + kAhead, kStep, count, heads.first, heads.count * bytes);
     const std::int64_t here = std::min(kStep, count - t);
     for (std::int64_t h = 0; h < heads.count; ++h) {
       const std::int64_t head = heads.first + h * heads.step;
@@ -342,10 +368,12 @@ void scores(float* out, std::int64_t out_step, const float* query, std::int64_t 
         const float* from = query + (h * rows + r) * query_step;
         std::int64_t k = 0;
         for (; k + kKeys <= here; k += kKeys) {
-          score_block<kType, kRows, kKeys>(to + k, out_step, from, query_step, keys + t + k, head, dim);
+          score_block<kType, kRows, kKeys>(to + k, out_step, from, query_step, keys + t + k,
+                                           later_of(keys, t + k, kKeys, count), head, dim);
         }
         for (; k < here; ++k) {
-          score_block<kType, kRows, 1>(to + k, out_step, from, query_step, keys + t + k, head, dim);
+          score_block<kType, kRows, 1>(to + k, out_step, from, query_step, keys + t + k,
+                                       later_of(keys, t + k, 1, count), head, dim);
         }
       });
     }
@@ -355,7 +383,8 @@ void scores(float* out, std::int64_t out_step, const float* query, std::int64_t 
 /// kRows rows of the output += kKeys weights of each × values.
 template <DType kType, int kRows, int kKeys>
 HWY_INLINE void add_block(float* out, std::int64_t out_step, const float* weights, std::int64_t weight_step,
-                          const std::byte* const* values, std::int64_t head, std::int64_t dim) {
+                          const std::byte* const* values, const std::byte* const* later, std::int64_t head,
+                          std::int64_t dim) {
   const float* weight[kRows];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) weight[r] = weights + r * weight_step;
@@ -385,7 +414,10 @@ HWY_INLINE void add_block(float* out, std::int64_t out_step, const float* weight
   };
   std::int64_t d = 0;
   for (; d + 2 * lanes() <= dim; d += 2 * lanes()) {
-    step(d, values, head + d * static_cast<std::int64_t>(item_of(kType)));
+    const std::int64_t offset = head + d * static_cast<std::int64_t>(item_of(kType));
+#pragma GCC unroll 16
+    for (int k = 0; k < kKeys; ++k) hwy::Prefetch(later[k] + offset);
+    step(d, values, offset);
   }
   if (d < dim) {
     const std::byte* last[kKeys];
@@ -401,9 +433,7 @@ template <DType kType>
 void add_values(float* out, std::int64_t out_step, const float* weights, std::int64_t weight_step, std::int64_t rows,
                 const std::byte* const* values, std::int64_t count, std::int64_t dim, const Heads& heads) {
   constexpr int kKeys = 8;
-  const std::int64_t bytes = dim * static_cast<std::int64_t>(item_of(kType));
   for (std::int64_t t = 0; t < count; t += kKeys) {
-    if (heads.count * bytes <= kAskedBytes) ask_for(values, t + kAhead, kKeys, count, heads.first, heads.count * bytes);
     const std::int64_t here = std::min<std::int64_t>(kKeys, count - t);
     for (std::int64_t h = 0; h < heads.count; ++h) {
       const std::int64_t head = heads.first + h * heads.step;
@@ -412,11 +442,13 @@ void add_values(float* out, std::int64_t out_step, const float* weights, std::in
         float* to = out + (h * rows + r) * out_step;
         const float* from = weights + (h * rows + r) * weight_step + t;
         if (here == kKeys) {
-          add_block<kType, kRows, kKeys>(to, out_step, from, weight_step, values + t, head, dim);
+          add_block<kType, kRows, kKeys>(to, out_step, from, weight_step, values + t, later_of(values, t, kKeys, count),
+                                         head, dim);
           return;
         }
         for (std::int64_t k = 0; k < here; ++k) {
-          add_block<kType, kRows, 1>(to, out_step, from + k, weight_step, values + t + k, head, dim);
+          add_block<kType, kRows, 1>(to, out_step, from + k, weight_step, values + t + k,
+                                     later_of(values, t + k, 1, count), head, dim);
         }
       });
     }
@@ -444,12 +476,31 @@ float finish(float* scores, std::int64_t first, std::int64_t end, std::int64_t c
   return max_of(largest);
 }
 
+/// exp(x) of x not above 0, to 2 units in the last place; 0 below the smallest normal number, NaN of NaN. Half the time
+/// of Highway's, which also knows what lies above.
+HWY_INLINE VF exp_below(VF x) {
+  const VF shift = hn::Set(f, 12582912.0F);  // 1.5 × 2^23: adding it rounds to a whole number
+  const VF whole = hn::MulAdd(x, hn::Set(f, 1.44269504F), shift);
+  const VF n = hn::Sub(whole, shift);
+  VF r = hn::NegMulAdd(n, hn::Set(f, 0.693145752F), x);
+  r = hn::NegMulAdd(n, hn::Set(f, 1.42860677e-6F), r);  // |r| <= ln 2 / 2
+  VF p = hn::MulAdd(r, hn::Set(f, 1.0F / 720), hn::Set(f, 1.0F / 120));
+  p = hn::MulAdd(p, r, hn::Set(f, 1.0F / 24));
+  p = hn::MulAdd(p, r, hn::Set(f, 1.0F / 6));
+  p = hn::MulAdd(p, r, hn::Set(f, 0.5F));
+  p = hn::MulAdd(p, r, hn::Set(f, 1.0F));
+  p = hn::MulAdd(p, r, hn::Set(f, 1.0F));
+  const VU power = hn::ShiftLeft<23>(hn::BitCast(u, whole));  // n, in the exponent's place
+  const VF value = hn::BitCast(f, hn::Add(hn::BitCast(u, p), power));
+  return hn::IfThenZeroElse(hn::Lt(x, hn::Set(f, -87.3F)), value);
+}
+
 float exponentiate(float* scores, std::int64_t count, float max) {
   const VF top = hn::Set(f, max);
   VF sum = hn::Zero(f);
   for (std::int64_t i = 0; i < count; i += lanes()) {
     const VF v = hn::Sub(hn::LoadU(f, scores + i), top);
-    const VF e = hn::IfThenElse(hn::IsNaN(v), v, hn::Exp(f, v));
+    const VF e = exp_below(v);
     hn::StoreU(e, f, scores + i);
     sum = hn::Add(sum, e);
   }
