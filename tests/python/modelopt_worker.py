@@ -298,7 +298,7 @@ class Launch:
         return impl.forward(types.SimpleNamespace(), batch.q, None, None, self.memory, metadata, output=self.output)
 
     def flashinfer(self, sparse: dict[str, Any], **changes: Any) -> Any:
-        """Through the function behind the FlashInfer adapter."""
+        """Through the FlashInfer adapter."""
         batch = self.batch
         rows = [q for q, _ in batch.lengths]
         decodes = sum(q <= 1 for q in rows)
@@ -316,12 +316,11 @@ class Launch:
             num_prefill_tokens=sum(q for q in rows if q > 1),
         )
         vars(metadata).update(changes)
-        impl = self.impl(types.SimpleNamespace().__class__, sparse)
-        return self.plugin._flashinfer_forward(
-            impl, self.native, types.SimpleNamespace(), batch.q, None, None, self.memory, metadata, self.output
-        )
+        impl = self.impl(self.plugin.get_flashinfer_sparse_impl_cls(), sparse)
+        return impl.forward(types.SimpleNamespace(), batch.q, None, None, self.memory, metadata, self.output)
 
 
+FLASHINFER_BUILDER = "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder"
 SKIP = {"threshold_scale_factor": CALIBRATION, "target_sparse_ratio": TARGET}
 NM = {"sparsity_n": 2, "sparsity_m": 4, "dense_sink_tokens": 3, "dense_recent_tokens": 8}
 OURS_NM = {"nm": (2, 4), "sink_tokens": 3, "recent": 8}
@@ -336,6 +335,7 @@ def run_plugin(save: Callable[..., None]) -> dict[str, Any]:
 
     from absent import stand_ins
     from kvstride import modelopt
+    from kvstride.vllm import engine
 
     facts: dict[str, Any] = {}
     batch = Batch(LENGTHS["prefill"], spread=2.0)
@@ -367,7 +367,9 @@ def run_plugin(save: Callable[..., None]) -> dict[str, Any]:
         and builder.build is built
         and not hasattr(plugin, "_kvstride_patch")
     )
-    facts["built"] = _parts_of_a_built_batch(builder, torch)
+    facts["built"] = [_parts_of_a_built_batch(builder, torch)]
+    with stand_ins():
+        facts["built"].append(_parts_of_a_built_batch(engine.find(FLASHINFER_BUILDER), torch))
     facts["refused"] = _refusals(plugin)
     facts["groups"] = _loader()
     facts["fit"] = _fits()

@@ -330,6 +330,22 @@ def test_views_of_what_is_no_tensor(wrong: Any) -> None:
         modelopt.split_kv_cache(wrong, "B KV N H D")
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: modelopt.split_kv_cache(np.zeros((4, 6, 8, 32), np.float32), "FLASH_ATTN"),
+        lambda: modelopt.make_kv_cache("FLASH_ATTN", num_blocks=1, block_size=8, num_kv_heads=1, head_size=16),
+        modelopt.patch,
+    ],
+    ids=["split", "make", "patch"],
+)
+def test_backends_without_vllm_are_one_line(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(kv.EngineError, match="no vLLM here") as caught:
+        ask()
+    assert "\n" not in str(caught.value)
+
+
 def test_a_layout_of_other_sizes_is_refused() -> None:
     geometry = kv.Geometry(num_blocks=4, block_size=8, num_kv_heads=3, head_size=16, dtype="f32")
     layout = kv.layout("B KV N H D", geometry)

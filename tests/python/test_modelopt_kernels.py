@@ -139,8 +139,9 @@ def test_a_cache_of_another_rank_is_refused_with_its_shape(results: Results) -> 
     assert said.startswith("split_kv_cache: kv_cache [1, ") and "5 dimensions" in said and "\n" not in said
 
 
-def test_what_a_builder_notes(results: Results) -> None:
-    built = results.fact("built")
+@pytest.mark.parametrize("builder", [0, 1], ids=["FlashAttention", "FlashInfer"])
+def test_what_a_builder_notes(results: Results, builder: int) -> None:
+    built = results.fact("built")[builder]
     decodes, prefills = built["mixed"]
     assert decodes == [[1, 3], [3, 9], [0, 1, 2], 1]
     assert prefills == [[0, 2], [0, 1, 2, 4, 5, 6, 7, 8], [0, 3, 8], 5]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -279,6 +280,13 @@ def test_tensors_that_a_backend_does_not_make(
         pytest.skip("shapes of 0.29 and newer")
     with pytest.raises(error, match=message) as caught:
         modelopt.split_kv_cache(torch.zeros(shape), backend, **hints)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_patch_without_modelopt_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "modelopt", None)
+    with pytest.raises(kv.EngineError, match=r"^patch: no ModelOpt here") as caught:
+        modelopt.patch()
     assert "\n" not in str(caught.value)
 
 

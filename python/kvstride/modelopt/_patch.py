@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from importlib import metadata as _distributions
 from typing import Any
 
-from kvstride import EngineError
+from kvstride import EngineError, NotStrided
 from kvstride.vllm import engine
 from kvstride.vllm._rows import release_of
 
@@ -359,6 +359,8 @@ def _views(impl: Any, kv_cache: Any, backend: type) -> tuple[Any, Any]:
             head_size=impl.head_size,
             cache_dtype=str(getattr(impl, "kv_cache_dtype", "auto")),
         )
+        if not split.dense_dim:
+            raise NotStrided(f"{backend.__name__}: dims of a head are not one after the other, as ModelOpt reads them")
         known = (seen, [(tuple(v.shape), tuple(v.stride()), v.storage_offset() - start) for v in split])
         setattr(impl, _SPLIT, known)
     key, value = (kv_cache.as_strided(shape, strides, start + offset) for shape, strides, offset in known[1])

@@ -41,9 +41,8 @@ class SplitCache:
     def dense_dim(self) -> bool:
         """Whether the dims of a head lie one after the other in both, as kernels want that take no stride for them,
         ModelOpt's among them. Not so in transposed layouts, such as `B H {key: D N, value: N D}`."""
-        strides = [view.stride() if callable(getattr(view, "stride", None)) else view.strides for view in self]
-        items = [1 if hasattr(view, "data_ptr") else view.itemsize for view in self]
-        return all(v.shape[-1] == 1 or s[-1] == item for v, s, item in zip(self, strides, items, strict=True))
+        infos = [inspect(view, any_device=True) for view in self]
+        return all(info.shape[-1] == 1 or info.strides[-1] == 1 for info in infos)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.key, self.value))
