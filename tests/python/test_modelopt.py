@@ -88,6 +88,23 @@ def test_fit_keeps_only_sparsities_of_a_tenth_to_nine_tenths() -> None:
     assert modelopt.fit(modelopt.THRESHOLD_TRIALS, lengths, wild).b == pytest.approx(9.0, rel=1e-4)
 
 
+def test_calibrated_lambda_skips_what_was_aimed_at() -> None:
+    """From counts over fit and λ to the share of tiles that attention skips, on scores without structure."""
+    pytest.importorskip("scipy")
+    rng, length = np.random.default_rng(3), 512
+    geometry = kv.Geometry(num_blocks=1, block_size=length, num_kv_heads=2, head_size=32, dtype="f32")
+    memory = rng.standard_normal((1, 2, length, 2, 32)).astype(np.float32)
+    q = 2 * rng.standard_normal((length, 2, 32)).astype(np.float32)
+    call = (q, kv.Cache(memory, "B KV N H D", geometry=geometry), 0, [[0]], [length], [0, length])
+    _, counts = kv.attention_calibrate(*call, modelopt.THRESHOLD_TRIALS, tile=(1, 16))
+    measured = [[modelopt.sparsity([pair]) for pair in counts]]
+    found = modelopt.fit(modelopt.THRESHOLD_TRIALS, [length], measured, log_space=True)
+    for target in (0.3, 0.5, 0.7):
+        skip = modelopt.skip_lambda(found, target=target, length=length)
+        _, counts = kv.attention(*call, skip_lambda=skip, tile=(1, 16), counters=True)
+        assert modelopt.sparsity(counts) == pytest.approx(target, abs=0.1)
+
+
 @pytest.mark.parametrize(
     ("thresholds", "lengths", "sparsities", "message"),
     [
