@@ -150,7 +150,8 @@ class Run {
   /// Scale, soft cap, mask, N:M; the largest of each row.
   void finish_scores(const Rows& rows, std::int64_t head) {
     const std::int64_t width = score_width();
-    const float scale = problem_.scale * problem_.key_scale(item_.kv_head + head / item_.heads);
+    const float scale =
+        problem_.scale * problem_.key_scale(item_.kv_head + head / item_.heads) * (item_.direct ? keys_.unit : 1.0F);
     for (std::int64_t r = rows.first_row; r < rows.end_row; ++r) {
       float* scores = scores_of(rows, head, r);
       const std::int64_t first = std::min(first_of(r), end_) - tile_;
@@ -363,7 +364,7 @@ void write_out(const Problem& problem, const Item& item, const Sizes& sizes, con
       const std::int64_t token = sequence.query + item.first_row + r;
       float top = state.tops[index];
       float sum = state.sums[index];
-      float factor = problem.value_scale(item.kv_head + h / item.heads);
+      float factor = problem.value_scale(item.kv_head + h / item.heads) * (item.direct ? loops.unit : 1.0F);
       if (!problem.options.sinks.empty()) {
         const float sink = problem.options.sinks[static_cast<std::size_t>(head)];
         const float both = std::max(top, sink);

@@ -240,17 +240,61 @@ HWY_INLINE const std::byte* const* later_of(const std::byte* const* rows, std::i
   return rows + std::min(first + kAhead, count - num);
 }
 
-/// Side 0 or 1 of the elements of two vectors: of bf16 those at even or at odd places (`deal`), of others the first or
-/// the second half.
+/// Elements that load_side() takes apart where they lie.
 template <DType kType>
+constexpr bool kDealt = kDeals && (kType == DType::kBF16 || kType == DType::kF8E4M3 || kType == DType::kF8E5M2);
+
+/// What a vector of load_side() must be multiplied by: f8_e4m3 comes by way of f16, whose exponents have another bias.
+template <DType kType>
+constexpr float kUnit = kDealt<kType>&& kType == DType::kF8E4M3 ? 256.0F : 1.0F;
+
+/// Side 0 or 1 of the elements of two vectors: those at even or at odd places where they are dealt (`deal`), the first
+/// or the second half of others. `kNaN`: f8_e4m3 may be NaN, which takes half of the time; 480 is what it comes out as.
+template <DType kType, bool kNaN = true>
 HWY_INLINE VF load_side(const std::byte* from, int side) {
-  if constexpr (kType == DType::kBF16 && kDeals) {
+  if constexpr (kDealt<kType> && kType != DType::kBF16) {
+    const VHalf both = hn::LoadU(half, as<std::uint16_t>(from));
+    const VHalf high = side == 0 ? hn::ShiftLeft<8>(both) : both;
+    if constexpr (kType == DType::kF8E5M2) {
+      return hn::PromoteTo(f, hn::BitCast(Float16(), hn::And(high, hn::Set(half, 0xFF00))));
+    }
+    // The sign comes twice; the second one and the other element are masked.
+    const hn::Rebind<std::int16_t, F> wide;
+    const VHalf moved = hn::BitCast(half, hn::ShiftRight<1>(hn::BitCast(wide, high)));
+    VHalf bits = hn::And(moved, hn::Set(half, 0xBF80));
+    if constexpr (kNaN) {
+      const VHalf magnitude = hn::And(bits, hn::Set(half, 0x3F80));
+      bits = hn::Or(bits, hn::VecFromMask(half, hn::Eq(magnitude, hn::Set(half, 0x3F80))));
+    }
+    return hn::PromoteTo(f, hn::BitCast(Float16(), bits));
+  } else if constexpr (kDealt<kType>) {
     const VU both = hn::LoadU(u, as<std::uint32_t>(from));
     // Shifts, not a mask: that would take a register which the sums need.
     return hn::BitCast(f, hn::ShiftLeft<16>(side == 0 ? both : hn::ShiftRight<16>(both)));
   } else {
     return element_vector<kType>(at<kType>(from, side * lanes()));
   }
+}
+
+/// Whether one of some rows has a NaN that load_side() without kNaN would not tell.
+template <DType kType>
+HWY_INLINE bool any_nan(const std::byte* const* rows, std::int64_t count, std::int64_t head, std::int64_t dim) {
+  if constexpr (!kDealt<kType> || kType != DType::kF8E4M3) return false;
+  const hn::ScalableTag<std::uint8_t> bytes;
+  const auto step = static_cast<std::int64_t>(hn::MaxLanes(bytes));
+  const auto magnitude = hn::Set(bytes, 0x7F);
+  auto found = hn::Zero(bytes);
+  bool rest = false;
+  for (std::int64_t r = 0; r < count; ++r) {
+    const auto* row = as<std::uint8_t>(rows[r] + head);
+    std::int64_t d = 0;
+    for (; d + step <= dim; d += step) {
+      const auto v = hn::And(hn::LoadU(bytes, row + d), magnitude);
+      found = hn::Or(found, hn::VecFromMask(bytes, hn::Eq(v, magnitude)));
+    }
+    for (; d < dim; ++d) rest = rest || (row[d] & 0x7F) == 0x7F;
+  }
+  return rest || !hn::AllFalse(bytes, hn::Ne(found, hn::Zero(bytes)));
 }
 
 /// The last elements of a row, fewer than two vectors, with zeros behind them.
@@ -266,7 +310,7 @@ struct Last {
 /// Rows of f32 in the order of load_side(), and back.
 template <DType kType, bool kBack>
 void deal(float* row, std::int64_t count) {
-  if constexpr (kType == DType::kBF16 && kDeals) {
+  if constexpr (kDealt<kType>) {
     constexpr std::int64_t kBlock = 2 * lanes();
     float old[kBlock];
     for (std::int64_t d = 0; d < count; d += kBlock) {
@@ -280,7 +324,7 @@ void deal(float* row, std::int64_t count) {
 }
 
 /// Scores of kRows query rows and kKeys keys.
-template <DType kType, int kRows, int kKeys>
+template <DType kType, bool kNaN, int kRows, int kKeys>
 HWY_INLINE void score_block(float* out, std::int64_t out_step, const float* query, std::int64_t query_step,
                             const std::byte* const* keys, const std::byte* const* later, std::int64_t head,
                             std::int64_t dim) {
@@ -295,7 +339,7 @@ HWY_INLINE void score_block(float* out, std::int64_t out_step, const float* quer
     for (int side = 0; side < 2; ++side) {
       VF key[kKeys];
 #pragma GCC unroll 16
-      for (int k = 0; k < kKeys; ++k) key[k] = load_side<kType>(from[k] + offset, side);
+      for (int k = 0; k < kKeys; ++k) key[k] = load_side<kType, kNaN>(from[k] + offset, side);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         const VF q = hn::LoadU(f, query + r * query_step + d + side * lanes());
@@ -353,6 +397,28 @@ HWY_INLINE void for_row_blocks(std::int64_t rows, Use&& use) {
   if (r < rows) use(std::integral_constant<int, 1>(), r);
 }
 
+/// Scores of the rows of one head and `count` keys from `t` on.
+template <DType kType, bool kNaN>
+HWY_INLINE void score_head(float* out, std::int64_t out_step, const float* query, std::int64_t query_step,
+                           std::int64_t rows, const std::byte* const* keys, std::int64_t t, std::int64_t here,
+                           std::int64_t count, std::int64_t head, std::int64_t dim) {
+  for_row_blocks(rows, [&](auto num, std::int64_t r) HWY_ATTR {
+    constexpr int kRows = decltype(num)::value;
+    constexpr int kKeys = kManyRegisters || kRows < 4 ? 6 : 3;
+    float* to = out + r * out_step + t;
+    const float* from = query + r * query_step;
+    std::int64_t k = 0;
+    for (; k + kKeys <= here; k += kKeys) {
+      score_block<kType, kNaN, kRows, kKeys>(to + k, out_step, from, query_step, keys + t + k,
+                                             later_of(keys, t + k, kKeys, count), head, dim);
+    }
+    for (; k < here; ++k) {
+      score_block<kType, kNaN, kRows, 1>(to + k, out_step, from, query_step, keys + t + k,
+                                         later_of(keys, t + k, 1, count), head, dim);
+    }
+  });
+}
+
 template <DType kType>
 void scores(float* out, std::int64_t out_step, const float* query, std::int64_t query_step, std::int64_t rows,
             const std::byte* const* keys, std::int64_t count, std::int64_t dim, const Heads& heads) {
@@ -361,27 +427,21 @@ void scores(float* out, std::int64_t out_step, const float* query, std::int64_t 
     const std::int64_t here = std::min(kStep, count - t);
     for (std::int64_t h = 0; h < heads.count; ++h) {
       const std::int64_t head = heads.first + h * heads.step;
-      for_row_blocks(rows, [&](auto num, std::int64_t r) HWY_ATTR {
-        constexpr int kRows = decltype(num)::value;
-        constexpr int kKeys = kManyRegisters || kRows < 4 ? 6 : 3;
-        float* to = out + (h * rows + r) * out_step + t;
-        const float* from = query + (h * rows + r) * query_step;
-        std::int64_t k = 0;
-        for (; k + kKeys <= here; k += kKeys) {
-          score_block<kType, kRows, kKeys>(to + k, out_step, from, query_step, keys + t + k,
-                                           later_of(keys, t + k, kKeys, count), head, dim);
-        }
-        for (; k < here; ++k) {
-          score_block<kType, kRows, 1>(to + k, out_step, from, query_step, keys + t + k,
-                                       later_of(keys, t + k, 1, count), head, dim);
-        }
-      });
+      float* to = out + h * rows * out_step;
+      const float* from = query + h * rows * query_step;
+      if (any_nan<kType>(keys + t, here, head, dim)) {
+        score_head<kType, true>(to, out_step, from, query_step, rows, keys, t, here, count, head, dim);
+      } else {
+        score_head<kType, false>(to, out_step, from, query_step, rows, keys, t, here, count, head, dim);
+      }
     }
   }
 }
 
+constexpr int kValueStep = 8;  // keys at once
+
 /// kRows rows of the output += kKeys weights of each × values.
-template <DType kType, int kRows, int kKeys>
+template <DType kType, bool kNaN, int kRows, int kKeys>
 HWY_INLINE void add_block(float* out, std::int64_t out_step, const float* weights, std::int64_t weight_step,
                           const std::byte* const* values, const std::byte* const* later, std::int64_t head,
                           std::int64_t dim) {
@@ -397,8 +457,8 @@ HWY_INLINE void add_block(float* out, std::int64_t out_step, const float* weight
     }
 #pragma GCC unroll 16
     for (int k = 0; k < kKeys; ++k) {
-      const VF first = load_side<kType>(from[k] + offset, 0);
-      const VF second = load_side<kType>(from[k] + offset, 1);
+      const VF first = load_side<kType, kNaN>(from[k] + offset, 0);
+      const VF second = load_side<kType, kNaN>(from[k] + offset, 1);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         const VF one = hn::Set(f, weight[r][k]);
@@ -429,28 +489,42 @@ HWY_INLINE void add_block(float* out, std::int64_t out_step, const float* weight
   }
 }
 
+/// Rows of one head of the output += `here` weights × values from `t` on.
+template <DType kType, bool kNaN>
+HWY_INLINE void add_head(float* out, std::int64_t out_step, const float* weights, std::int64_t weight_step,
+                         std::int64_t rows, const std::byte* const* values, std::int64_t t, std::int64_t here,
+                         std::int64_t count, std::int64_t head, std::int64_t dim) {
+  constexpr int kKeys = kValueStep;
+  for_row_blocks(rows, [&](auto num, std::int64_t r) HWY_ATTR {
+    constexpr int kRows = decltype(num)::value;
+    float* to = out + r * out_step;
+    const float* from = weights + r * weight_step + t;
+    if (here == kKeys) {
+      add_block<kType, kNaN, kRows, kKeys>(to, out_step, from, weight_step, values + t,
+                                           later_of(values, t, kKeys, count), head, dim);
+      return;
+    }
+    for (std::int64_t k = 0; k < here; ++k) {
+      add_block<kType, kNaN, kRows, 1>(to, out_step, from + k, weight_step, values + t + k,
+                                       later_of(values, t + k, 1, count), head, dim);
+    }
+  });
+}
+
 template <DType kType>
 void add_values(float* out, std::int64_t out_step, const float* weights, std::int64_t weight_step, std::int64_t rows,
                 const std::byte* const* values, std::int64_t count, std::int64_t dim, const Heads& heads) {
-  constexpr int kKeys = 8;
-  for (std::int64_t t = 0; t < count; t += kKeys) {
-    const std::int64_t here = std::min<std::int64_t>(kKeys, count - t);
+  for (std::int64_t t = 0; t < count; t += kValueStep) {
+    const std::int64_t here = std::min<std::int64_t>(kValueStep, count - t);
     for (std::int64_t h = 0; h < heads.count; ++h) {
       const std::int64_t head = heads.first + h * heads.step;
-      for_row_blocks(rows, [&](auto num, std::int64_t r) HWY_ATTR {
-        constexpr int kRows = decltype(num)::value;
-        float* to = out + (h * rows + r) * out_step;
-        const float* from = weights + (h * rows + r) * weight_step + t;
-        if (here == kKeys) {
-          add_block<kType, kRows, kKeys>(to, out_step, from, weight_step, values + t, later_of(values, t, kKeys, count),
-                                         head, dim);
-          return;
-        }
-        for (std::int64_t k = 0; k < here; ++k) {
-          add_block<kType, kRows, 1>(to, out_step, from + k, weight_step, values + t + k,
-                                     later_of(values, t + k, 1, count), head, dim);
-        }
-      });
+      float* to = out + h * rows * out_step;
+      const float* from = weights + h * rows * weight_step;
+      if (any_nan<kType>(values + t, here, head, dim)) {
+        add_head<kType, true>(to, out_step, from, weight_step, rows, values, t, here, count, head, dim);
+      } else {
+        add_head<kType, false>(to, out_step, from, weight_step, rows, values, t, here, count, head, dim);
+      }
     }
   }
 }
@@ -531,9 +605,9 @@ void keep(float* scores, std::int64_t count, int n, int m) {
 }
 
 template <DType kType>
-constexpr KeyLoops kKeyLoops{scores<kType>, pack_keys<kType>, deal<kType, false>};
+constexpr KeyLoops kKeyLoops{scores<kType>, pack_keys<kType>, deal<kType, false>, kUnit<kType>};
 template <DType kType>
-constexpr ValueLoops kValueLoops{add_values<kType>, pack_values<kType>, deal<kType, true>};
+constexpr ValueLoops kValueLoops{add_values<kType>, pack_values<kType>, deal<kType, true>, kUnit<kType>};
 
 }  // namespace
 

@@ -50,6 +50,7 @@ struct KeyLoops {
   void (*pack)(float* panels, const std::byte* const* keys, std::int64_t count, std::int64_t dim);
   /// Puts a row of the query, padded, in the order that scores() wants.
   void (*order)(float* row, std::int64_t dim);
+  float unit;  ///< what scores() gives must be multiplied by
 };
 
 struct ValueLoops {
@@ -60,6 +61,7 @@ struct ValueLoops {
   bool (*pack)(float* panels, const std::byte* const* values, std::int64_t count, std::int64_t dim);
   /// Puts a row that add() made, padded, in the order of its dims.
   void (*order)(float* row, std::int64_t dim);
+  float unit;  ///< what add() gives must be multiplied by
 };
 
 /// For the best instruction set of this machine. dtypes are castable ones.

@@ -250,7 +250,7 @@ class Launch:
         from kvstride import modelopt
         from kvstride.vllm import layout_of_backend
 
-        self.plugin, self.batch, self.native_calls = plugin, batch, 0
+        self.plugin, self.batch, self.native_calls, self.quant_kw = plugin, batch, 0, None
         self.memory = modelopt.make_kv_cache(
             backend, **batch.sizes, layout=layout, num_layers=num_layers, fill=math.nan
         )
@@ -263,7 +263,7 @@ class Launch:
         impl = made.__new__(made)
         impl.scale = self.batch.dim**-0.5
         impl.num_kv_heads, impl.head_size, impl.kv_cache_dtype = self.batch.kv_heads, self.batch.dim, "auto"
-        impl.sparse_kw = dict(sparse)
+        impl.sparse_kw, impl.quant_kw = dict(sparse), self.quant_kw
         impl._forward_vllm_flash_attn = self.native
         return impl
 
@@ -415,11 +415,21 @@ def _run_launches(save: Callable[..., None], plugin: Any, stand_ins: Any) -> Non
 
 
 def _run_edges(save: Callable[..., None], plugin: Any, facts: dict[str, Any]) -> None:
+    from kvstride import modelopt
+
     batch = Batch(LENGTHS["mixed"], spread=2.0)
     launch = Launch(plugin, batch, "FLASH_ATTN", "LBHNC")
     impl = launch.impl(plugin.ModelOptSparseAttentionImpl, SKIP)
     profiled = impl.forward(None, batch.q, None, None, launch.memory, None, output=launch.output)
     facts["profiling"] = bool((profiled == 0).all())
+    # quantized probabilities: no λ, so that the kernel over the whole batch is what both phases must give
+    launch = Launch(plugin, batch, "FLASH_ATTN", "BLHNC", 2)
+    quantized = {"p_qdq": "fp8", "p_qdq_amax": 1.0}
+    launch.quant_kw = quantized | {"v_qdq": None, "v_qdq_amax": None}
+    got = launch.flash({})
+    whole = batch.theirs(*modelopt.split_kv_cache(launch.memory, "FLASH_ATTN"), **quantized)
+    plain = batch.ours(launch.cache)
+    facts["fp8 P"] = [float((got - whole).abs().max()), float((got - plain).abs().max()), launch.native_calls]
     wrong = Launch(plugin, batch, "FLASH_ATTN", "LBHNC")
     wrong.memory = wrong.memory.unsqueeze(0)
     try:

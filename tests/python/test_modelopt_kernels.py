@@ -130,6 +130,11 @@ def test_the_patch_is_made_once_and_undone(results: Results) -> None:
     assert results.fact("undone") is True
 
 
+def test_quantized_probabilities_pass_through(results: Results) -> None:
+    from_kernel, from_plain, native = results.fact("fp8 P")
+    assert from_kernel == 0 and 1e-3 < from_plain < 0.5 and native == 0
+
+
 def test_profiling_gives_zeros(results: Results) -> None:
     assert results.fact("profiling") is True
 
