@@ -18,6 +18,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata as _distributions
@@ -119,7 +120,7 @@ def _check(plugin: Any) -> None:
     try:
         version = _distributions.version("nvidia-modelopt")
     except _distributions.PackageNotFoundError:
-        version = str(getattr(importlib.import_module("modelopt"), "__version__", "unknown"))
+        version = str(getattr(sys.modules.get("modelopt"), "__version__", "unknown"))
     if release_of(version)[:2] != _RELEASE:
         raise EngineError(f"patch: ModelOpt {version}, the patch is for 0.47")
     if not engine.by_enum():
@@ -357,7 +358,7 @@ def _views(impl: Any, kv_cache: Any, backend: type) -> tuple[Any, Any]:
             backend,
             num_kv_heads=impl.num_kv_heads,
             head_size=impl.head_size,
-            cache_dtype=str(getattr(impl, "kv_cache_dtype", "auto")),
+            cache_dtype=str(getattr(impl, "kv_cache_dtype", "auto")).removeprefix("torch."),
         )
         if not split.dense_dim:
             raise NotStrided(f"{backend.__name__}: dims of a head are not one after the other, as ModelOpt reads them")
