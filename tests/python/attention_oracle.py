@@ -97,10 +97,11 @@ class Batch:
         )
         layout = kv.layout(order, geometry)
         self.memory = [
-            np.full(layout.part_bytes(part) // np.dtype(NUMPY[dtype]).itemsize, 0x7FC0 if dtype == "bf16" else np.nan)
-            .astype(NUMPY[dtype])
+            np.full(
+                layout.part_bytes(part) // np.dtype(NUMPY[dtype]).itemsize, 0x7FC0 if dtype == "bf16" else np.nan
+            ).astype(NUMPY[dtype])
             for part in range(layout.num_parts)
-        ]  # fmt: skip
+        ]
         self.cache = kv.Cache(self.memory[0] if len(self.memory) == 1 else tuple(self.memory), layout)
         self.table = np.full((len(lengths), columns), -1, np.int32)
         self.seq_lens = np.array([keys for _, keys in lengths], np.int32)

@@ -157,6 +157,24 @@ def test_scales_of_f8() -> None:
         np.testing.assert_allclose(got, kv.attention(q, large, *args), rtol=5e-6, atol=5e-6)
 
 
+@pytest.mark.parametrize("name", ["f8_e4m3", "f8_e5m2", "f8_e4m3fnuz", "f8_e5m2fnuz"])
+@pytest.mark.parametrize("rows", [1, 30])
+@pytest.mark.parametrize("which", [0, 1])
+def test_not_a_number_in_f8(name: str, rows: int, which: int) -> None:
+    """A NaN that is there is one in the output, though its bits are like a number's."""
+    geometry = kv.Geometry(num_blocks=2, block_size=32, num_kv_heads=1, head_size=40, dtype=name)
+    memory = np.full((2, 2, 32, 1, 40), 0x38, np.uint8)
+    cache = kv.Cache(memory, "B KV N H D", geometry=geometry)
+    args = (np.ones((rows, 1, 40), np.float32), cache, 0, [[0, 1]], [50], [0, rows])
+    assert np.isfinite(kv.attention(*args, causal=False)).all()
+    for bits in (0x80,) if "fnuz" in name else (0x7F, 0xFF):
+        for dim in (0, 7, 33, 39):
+            memory[...] = 0x38
+            memory[1, which, 3, 0, dim] = bits
+            bad = np.isnan(kv.attention(*args, causal=False))
+            assert bad.all() if which == 0 else (bad[..., dim].all() and bad.sum() == rows), (bits, dim)
+
+
 def test_lse_of_base_two() -> None:
     batch = Batch([(3, 9)])
     _, natural = batch.attend(return_lse=True)
@@ -171,8 +189,19 @@ def test_cascade(base: str) -> None:
     batch.table[1:, :3] = batch.table[0, :3]  # 24 shared keys
     out, lse = batch.attend(return_lse=True, lse_base=base)
     q = batch.q
-    shared = kv.attention(q, batch.cache, 0, batch.table[:1], [24], [0, 3], causal=False, return_lse=True, lse_base=base)  # fmt: skip
-    own = kv.attention(q, batch.cache, 0, batch.table[:, 3:], batch.seq_lens - 24, batch.query_start_loc, return_lse=True, lse_base=base)  # fmt: skip
+    shared = kv.attention(
+        q, batch.cache, 0, batch.table[:1], [24], [0, 3], causal=False, return_lse=True, lse_base=base
+    )
+    own = kv.attention(
+        q,
+        batch.cache,
+        0,
+        batch.table[:, 3:],
+        batch.seq_lens - 24,
+        batch.query_start_loc,
+        return_lse=True,
+        lse_base=base,
+    )
     merged, logs = kv.merge_states(*shared, *own, lse_base=base)
     np.testing.assert_allclose(merged, out, rtol=5e-6, atol=5e-6)
     np.testing.assert_allclose(logs, lse, rtol=1e-5, atol=1e-5)
@@ -254,7 +283,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lse_base": "10"}, kv.ArgumentError, "lse_base is '10'"),
     ({"counters": "all"}, kv.ArgumentError, "counters"),
     ({"cache": np.zeros(4)}, kv.ArgumentError, "cache is ndarray"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "error", "text"), BAD, ids=[str(i) for i in range(len(BAD))])
@@ -298,7 +327,9 @@ def test_bad_output() -> None:
 
 def test_layouts_that_are_no_keys_and_values() -> None:
     geometry = kv.Geometry(num_blocks=2, block_size=4, num_kv_heads=1, head_size=8, dtype="f32")
-    scaled = kv.Cache(np.zeros(1000, np.uint8), kv.layout("B N {key: D f8_e4m3, key_scale: D[1] f32, value: D f8_e4m3}", geometry))  # fmt: skip
+    scaled = kv.Cache(
+        np.zeros(1000, np.uint8), kv.layout("B N {key: D f8_e4m3, key_scale: D[1] f32, value: D f8_e4m3}", geometry)
+    )
     latent = kv.Cache(np.zeros(1000, np.float32), kv.layout("B N {latent: D}", geometry))
     codes = kv.Cache(np.zeros(1000, np.uint8), kv.layout("B N {key: D u8, value: D u8}", geometry))
     q = np.zeros((1, 1, 8), np.float32)

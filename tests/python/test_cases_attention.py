@@ -21,7 +21,11 @@ def one_head(keys: Any, values: Any, page: int = 4, spare: float = np.nan) -> kv
     keys, values = np.asarray(keys, np.float32), np.asarray(values, np.float32)
     blocks = -(-len(keys) // page) + 1
     memory = np.full((blocks, 2, page, 1, keys.shape[1]), spare, np.float32)
-    cache = kv.Cache(memory, "B KV N H D", geometry=kv.Geometry(num_blocks=blocks, block_size=page, num_kv_heads=1, head_size=keys.shape[1], dtype="f32"))  # fmt: skip
+    cache = kv.Cache(
+        memory,
+        "B KV N H D",
+        geometry=kv.Geometry(num_blocks=blocks, block_size=page, num_kv_heads=1, head_size=keys.shape[1], dtype="f32"),
+    )
     tiled = np.repeat(values[:, None, None], keys.shape[1], 2)
     kv.write_tokens(cache, 0, keys[:, None, :], tiled, np.arange(len(keys)))
     return cache

@@ -82,7 +82,7 @@ long = pytest.mark.skipif(not LONG, reason="KVSTRIDE_LONG=1, as make test-long h
     ("kind", "dtype", "llm", "layout"),
     [
         ("llama", "float32", {}, None),
-        ("llama", "bfloat16", {"block_size": 16}, "NHD"),
+        pytest.param("llama", "bfloat16", {"block_size": 16}, "NHD", marks=long),
         # Windows, q and k norms, scale of its own.
         pytest.param("gemma3", "float32", {}, "NHD", marks=long),
         pytest.param("llama", "float16", {"block_size": 8}, "HND", marks=long),
@@ -101,40 +101,58 @@ def test_dense_answers_as_vllm_does(
     assert counted(told, "tiles", "prefill") == 0
 
 
+_dense: dict[str, Any] = {}
+SPARSE: dict[str, Any] = {"kind": "llama", "llm": {"dtype": "float32", **SMALL_STEPS}}
+TILE = {"tile": [16, 32]}
+
+
+def dense(monkeypatch: pytest.MonkeyPatch, work: Path) -> dict[str, Any]:
+    """Our dense answers."""
+    if not _dense:
+        _dense.update(ours(monkeypatch, work, **SPARSE))
+    return _dense
+
+
 @needs_vllm
-def test_sparse(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """λ → 0 is dense, to the last bit; a large one skips tiles and answers otherwise; layers may be left out."""
-    job: dict[str, Any] = {"kind": "llama", "llm": {"dtype": "float32", **SMALL_STEPS}}
-    tiles = {"tile": [16, 32]}
-    dense = ours(monkeypatch, work, **job)
-    tiny = ours(monkeypatch, work, {"skip_lambda": 1e-30, **tiles}, **job)
-    expect_alike(tiny, dense, 1e-4)
+def test_sparse_skips_and_counts(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = ours(monkeypatch, work, {"skip_lambda": {"prefill": 0.7, "decode": 0.3}, **TILE}, **SPARSE)
+    for phase in ("prefill", "decode"):
+        assert 0 < counted(large, "tiles_skipped", phase) < counted(large, "tiles", phase)
+    expected = own(work, "llama", "float32")
+    assert any(a["logprobs"] != b["logprobs"] for a, b in zip(large["answers"], expected["answers"], strict=True))
+
+
+@needs_vllm
+@long
+def test_lambda_to_zero_is_dense(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = ours(monkeypatch, work, {"skip_lambda": 1e-30, **TILE}, **SPARSE)
+    expect_alike(tiny, dense(monkeypatch, work), 1e-4)
     assert counted(tiny, "tiles", "prefill") > 0 and counted(tiny, "tiles", "decode") > 0
     assert counted(tiny, "tiles_skipped", "prefill") == counted(tiny, "tiles_skipped", "decode") == 0
 
-    large = ours(monkeypatch, work, {"skip_lambda": {"prefill": 0.7, "decode": 0.3}, **tiles}, **job)
-    for phase in ("prefill", "decode"):
-        assert 0 < counted(large, "tiles_skipped", phase) < counted(large, "tiles", phase)
-        assert counted(large, "tiles", phase) == counted(tiny, "tiles", phase)
-    assert any(a["logprobs"] != b["logprobs"] for a, b in zip(large["answers"], dense["answers"], strict=True))
 
-    left_out = {"skip_lambda": 0.7, "nm": [1, 4], "recent": 0, "leave_out": ["*.layers.*"], **tiles}
-    expect_alike(ours(monkeypatch, work, left_out, **job), dense, 1e-4)
+@needs_vllm
+@long
+def test_layers_that_are_left_out(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"skip_lambda": 0.7, "nm": [1, 4], "recent": 0, "leave_out": ["*.layers.*"], **TILE}
+    expect_alike(ours(monkeypatch, work, options, **SPARSE), dense(monkeypatch, work), 1e-4)
+    options["leave_out"] = ["*.layers.0.*"]
+    one = ours(monkeypatch, work, options, **SPARSE)
+    assert any(a["logprobs"] != b["logprobs"] for a, b in zip(one["answers"], _dense["answers"], strict=True))
 
 
 @needs_vllm
 @long
 def test_n_of_m(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill alone: everything recent is dense."""
-    job: dict[str, Any] = {"kind": "llama", "llm": {"dtype": "float32", **SMALL_STEPS}}
-    dense = ours(monkeypatch, work, **job)
-    recent = ours(monkeypatch, work, {"nm": [2, 4], "recent": 5000}, **job)
-    expect_alike(recent, dense, 1e-4)
-    sparse = ours(monkeypatch, work, {"nm": [1, 8], "recent": 4, "sink_tokens": 1}, **job)
-    assert any(a["logprobs"] != b["logprobs"] for a, b in zip(sparse["answers"], dense["answers"], strict=True))
+    recent = ours(monkeypatch, work, {"nm": [2, 4], "recent": 5000}, **SPARSE)
+    expect_alike(recent, dense(monkeypatch, work), 1e-4)
+    sparse = ours(monkeypatch, work, {"nm": [1, 8], "recent": 4, "sink_tokens": 1}, **SPARSE)
+    assert any(a["logprobs"] != b["logprobs"] for a, b in zip(sparse["answers"], _dense["answers"], strict=True))
 
 
 @needs_vllm
+@long
 def test_wrong_options_stop_the_engine(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="KVSTRIDE_ATTENTION: unknown option 'skip'"):
         ours(monkeypatch, work, {"skip": 0.1}, kind="llama")
