@@ -70,10 +70,10 @@ def draw(result: dict[str, Any]) -> str:
     return _svg(result, "Ratio to the best copy, one thread", bars, 1.2)
 
 
-def draw_store(result: dict[str, Any]) -> str:
-    """The store's works, whose targets differ: each as a part of its own target, as SVG."""
+def draw_targets(result: dict[str, Any], part: str, title: str) -> str:
+    """Works whose targets differ: each as a part of its own target, as SVG."""
     bars = []
-    for r in result["store"]:
+    for r in result[part]:
         name = f"{r['name']} : {r.get('against', r['unit'])}"
         if r["threads"] in ("1", "2", "4"):
             name += f", {r['threads']} thread{'s' * (r['threads'] != '1')}"
@@ -81,4 +81,4 @@ def draw_store(result: dict[str, Any]) -> str:
             bars.append(Bar(name, r["ratio"] / r["target"], 1, r["met"], f"{r['ratio']:.2f} of {r['target']:g}"))
         if "limit" in r:
             bars.append(Bar(name, r["limit"] / r["ours"], 1, r["met"], f"{r['ours']:.2f} of {r['limit']:g}"))
-    return _svg(result, "The store: reached, as a part of the target", bars, 2.0)
+    return _svg(result, f"{title}: reached, as a part of the target", bars, 2.0)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the benchmarks, C++ and Python, and says where kvstride stands.
 
-    python benchmarks/report.py [--filter REGEX] [--passes 3] [--min-time 0.05] [--no-peers] [--no-store] [--record]
-                                [--strict]
+    python benchmarks/report.py [--filter REGEX] [--passes 3] [--min-time 0.05] [--no-peers] [--no-store]
+                                [--no-attention] [--record] [--strict]
 
-Prints a table for block verbs, peers and the store (work, threads, ours, the best copy's or the other's, ratio, target,
-met or not), and what fell by more than the tolerance since docs/performance.json was recorded. Leaves report.json,
-report.svg and store.svg in build/bench; --record writes docs/performance.json, docs/img/performance.svg,
-docs/img/store.svg and the tables of docs/performance.md instead.
+Prints a table for block verbs, peers, the store and attention (work, threads, ours, the best copy's or the other's,
+ratio, target, met or not), and what fell by more than the tolerance since docs/performance.json was recorded. Leaves
+report.json, report.svg, store.svg and attention.svg in build/bench; --record writes docs/performance.json, the charts
+in docs/img and the tables of docs/performance.md instead.
 """
 
 from __future__ import annotations
@@ -82,6 +82,18 @@ def run_store(args: argparse.Namespace) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
+def run_attention(args: argparse.Namespace) -> dict[str, Any]:
+    """benchmarks/attention's records."""
+    for module in ("kvstride", "torch"):
+        if importlib.util.find_spec(module) is None:
+            return {"attention": [], "absent": [f"{module}: attention was not measured"]}
+    out = BUILD / "attention.json"
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "attention"), "--json", str(out)]
+    command += ["--rounds", str(args.rounds), "--filter", args.filter]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return json.loads(out.read_text())
+
+
 def combine(passes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The medians over passes of each record's numbers, and `spread`: how far apart its ratios were.
 
@@ -107,10 +119,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     merged = {part: combine([one[part] for one in passes]) for part in ("roofline", "works", "peers")}
     print("store", file=sys.stderr)
     store = {"store": [], "absent": []} if args.no_store else run_store(args)
-    absent = list(dict.fromkeys(passes[0]["absent"] + store["absent"]))
+    print("attention", file=sys.stderr)
+    attention = {"attention": [], "absent": []} if args.no_attention else run_attention(args)
+    absent = list(dict.fromkeys(passes[0]["absent"] + store["absent"] + attention["absent"]))
     given = f' BENCH_ARGS="{os.environ["BENCH_ARGS"]}"' if os.environ.get("BENCH_ARGS") else ""
     about = {"date": datetime.date.today().isoformat(), "command": "make bench" + given, "passes": args.passes}
-    return about | passes[0] | merged | {"store": store["store"], "absent": absent}
+    more = {"store": store["store"], "attention": attention["attention"], "absent": absent}
+    return about | passes[0] | merged | more
 
 
 def key_of(record: dict[str, Any]) -> tuple[Any, ...]:
@@ -132,7 +147,7 @@ def judge(result: dict[str, Any]) -> None:
             record["met"] = record["speedup"] >= record["speedup_target"]
         if "target_us" in record:
             record["met"] = record["overhead_us"] <= record["target_us"]
-    for record in result["store"]:
+    for record in result["store"] + result["attention"]:
         if "target" in record:
             record["met"] = record["ratio"] >= record["target"]
         if "limit" in record:
@@ -144,7 +159,7 @@ def fallen(result: dict[str, Any], tolerance: float) -> list[str]:
     if not RECORD.exists():
         return []
     recorded = json.loads(RECORD.read_text())
-    parts = ("works", "peers", "store")
+    parts = ("works", "peers", "store", "attention")
     before = {key_of(r): r["ratio"] for part in parts for r in recorded.get(part, ()) if "ratio" in r}
     out = []
     if recorded["cpu"] != result["cpu"]:
@@ -164,11 +179,13 @@ def text_of(result: dict[str, Any]) -> str:
 
 
 def draw_charts(result: dict[str, Any], works: Path) -> None:
-    """The chart of the works, and beside it store.svg."""
+    """The chart of the works, and beside it store.svg and attention.svg."""
     works.parent.mkdir(exist_ok=True)
     works.write_text(chart.draw(result))
     if result["store"]:
-        (works.parent / "store.svg").write_text(chart.draw_store(result))
+        (works.parent / "store.svg").write_text(chart.draw_targets(result, "store", "The store"))
+    if result["attention"]:
+        (works.parent / "attention.svg").write_text(chart.draw_targets(result, "attention", "Attention"))
 
 
 def record_page(result: dict[str, Any]) -> None:
@@ -194,6 +211,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7, help="rounds beside a peer in a pass")
     parser.add_argument("--no-peers", action="store_true", help="only the C++ benchmarks")
     parser.add_argument("--no-store", action="store_true", help="without the store")
+    parser.add_argument("--no-attention", action="store_true", help="without attention")
     parser.add_argument("--store-rounds", type=int, default=5, help="rounds of the store beside others")
     parser.add_argument("--chunks", type=int, default=1_000_000, help="of the directory that the store opens")
     parser.add_argument("--dir", type=Path, default=BUILD, help="on the disk that the store is measured on; 8 GiB")
@@ -201,7 +219,7 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="write docs/performance.*")
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a ratio fell")
     args = parser.parse_args()
-    if args.record and (args.filter or args.no_peers or args.no_store):
+    if args.record and (args.filter or args.no_peers or args.no_store or args.no_attention):
         parser.error("--record needs every work")
     BUILD.mkdir(parents=True, exist_ok=True)
     result = measure(args)

@@ -112,13 +112,14 @@ def _markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def text(result: Record) -> str:
     """Everything, for a terminal."""
-    judged = [r for r in result["works"] + result["peers"] + result["store"] if "met" in r]
+    judged = [r for r in result["works"] + result["peers"] + result["store"] + result["attention"] if "met" in r]
     missed = sum(not r["met"] for r in judged)
     parts = [_plain(HEAD, [_work(r) for r in result["works"]])]
     if result["peers"]:
         parts.append(_plain(PEER_HEAD, [_peer(r) for r in result["peers"]]))
-    if result["store"]:
-        parts.append(_plain(STORE_HEAD, [_store(r) for r in result["store"]]))
+    for part in ("store", "attention"):
+        if result[part]:
+            parts.append(_plain(STORE_HEAD, [_store(r) for r in result[part]]))
     parts += ["\n".join(roofline(result) + spread(result)), "\n".join(f"absent: {line}" for line in result["absent"])]
     parts.append(f"{len(judged) - missed} targets met, {missed} missed")
     return "\n\n".join(part for part in parts if part)
@@ -134,5 +135,6 @@ def markdown(result: Record) -> dict[str, str]:
         "works": _markdown(HEAD, [_work(r) for r in asked]),
         "sweeps": _markdown(HEAD, [_work(r) for r in rest]),
         "store": _markdown(STORE_HEAD, [_store(r) for r in result["store"]]),
+        "attention": _markdown(STORE_HEAD, [_store(r) for r in result["attention"]]),
         "peers": _markdown(PEER_HEAD, [_peer(r) for r in result["peers"]]) + absent,
     }
