@@ -235,6 +235,16 @@ bool pack_values(float* panels, const std::byte* const* values, std::int64_t cou
 /// Rows that are asked for ahead of those at work, a line at a time while these are used.
 constexpr std::int64_t kAhead = 12;
 
+/// Elements of a line.
+template <DType kType>
+constexpr std::int64_t kLine = 64 / static_cast<std::int64_t>(item_of(kType));
+
+template <int kRows>
+HWY_INLINE void ask_for(const std::byte* const* rows, std::int64_t offset) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) hwy::Prefetch(rows[i] + offset);
+}
+
 HWY_INLINE const std::byte* const* later_of(const std::byte* const* rows, std::int64_t first, std::int64_t num,
                                             std::int64_t count) {
   return rows + std::min(first + kAhead, count - num);
@@ -351,8 +361,7 @@ HWY_INLINE void score_block(float* out, std::int64_t out_step, const float* quer
   std::int64_t d = 0;
   for (; d + 2 * lanes() <= dim; d += 2 * lanes()) {
     const std::int64_t offset = head + d * static_cast<std::int64_t>(item_of(kType));
-#pragma GCC unroll 16
-    for (int k = 0; k < kKeys; ++k) hwy::Prefetch(later[k] + offset);
+    if (d % kLine<kType> == 0) ask_for<kKeys>(later, offset);
     step(d, keys, offset);
   }
   if (d < dim) {
@@ -475,8 +484,7 @@ HWY_INLINE void add_block(float* out, std::int64_t out_step, const float* weight
   std::int64_t d = 0;
   for (; d + 2 * lanes() <= dim; d += 2 * lanes()) {
     const std::int64_t offset = head + d * static_cast<std::int64_t>(item_of(kType));
-#pragma GCC unroll 16
-    for (int k = 0; k < kKeys; ++k) hwy::Prefetch(later[k] + offset);
+    if (d % kLine<kType> == 0) ask_for<kKeys>(later, offset);
     step(d, values, offset);
   }
   if (d < dim) {
