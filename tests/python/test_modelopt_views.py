@@ -233,6 +233,18 @@ def test_the_two_plugins_that_others_restated() -> None:
         assert torch.equal(key, cache.transpose(1, 2)[..., :32])
 
 
+@pytest.mark.parametrize("backend", ["vllm/blhnc", "vllm/bhlnc", "FLASH_ATTN"])
+def test_a_layer_among_others_lies_in_memory_for_all(backend: str) -> None:
+    """So that whatever is made next is not between the bytes that the last block would reach."""
+    if "/" not in backend and not engine.by_enum():
+        pytest.skip("0.29 and newer")
+    layout = None if "/" in backend else "BLHNC"
+    cache = modelopt.make_kv_cache(backend, **SIZES, layout=layout, num_layers=3, fill=2.0)
+    assert cache.untyped_storage().nbytes() == 3 * 5 * 32 * 6 * 64 * 2
+    whole = torch.empty(0, dtype=cache.dtype).set_(cache.untyped_storage())
+    assert (whole == 2).all()
+
+
 def test_fp8_bytes_come_as_what_they_are() -> None:
     cache = modelopt.make_kv_cache("FLASH_ATTN", **SIZES, cache_dtype="fp8")
     assert cache.dtype == torch.uint8

@@ -76,7 +76,7 @@ def make_kv_cache(
         raise LayoutError(f"{_VERB}: {named.backend} keeps recurrent state, no keys and values")
     kind = cache_torch_dtype(dtype, cache_dtype)
     strides = [named.strides[axis] // kind.itemsize for axis in named.axes]
-    return _tensor(named.shape, strides, kind, fill, device)
+    return _tensor(named.shape, strides, kind, named.layout().num_bytes, fill, device)
 
 
 def _of_order(
@@ -101,7 +101,10 @@ def _of_order(
         views = [natural]
     else:
         views = list(zip(*natural, strict=True))
-    made = tuple(_tensor(shape, strides, kind, fill, device) for shape, strides in views)
+    made = tuple(
+        _tensor(shape, strides, kind, found.part_bytes(part), fill, device)
+        for part, (shape, strides) in enumerate(views)
+    )
     return made[0] if len(made) == 1 else made
 
 
@@ -147,11 +150,13 @@ def _factor(text: str, found: Layout, part: int) -> tuple[int, int]:
     return int(text), step("D", 1)
 
 
-def _tensor(shape: Sequence[int], strides: Sequence[int], kind: Any, fill: Any, device: Any) -> Any:
-    """A tensor of these strides over memory that holds `fill`."""
+def _tensor(shape: Sequence[int], strides: Sequence[int], kind: Any, num_bytes: int, fill: Any, device: Any) -> Any:
+    """A tensor of these strides at the start of memory that holds `fill`: of `num_bytes`, the other layers' between
+    its blocks included."""
     import torch
 
-    span = 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
+    last = sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
+    span = max(last + 1, num_bytes // kind.itemsize)
     try:
         # float8 has no fill of its own
         wide = torch.float32 if kind.is_floating_point and kind.itemsize == 1 else kind
