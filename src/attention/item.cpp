@@ -33,8 +33,8 @@ class Run {
         findings_(findings),
         sequence_(problem.sequences[static_cast<std::size_t>(item.sequence)]),
         math_(cpu::attention_math()),
-        keys_(cpu::key_loops(problem.keys.dtype())),
-        values_(cpu::value_loops(problem.values.dtype())),
+        keys_(cpu::key_loops(problem.keys.row_dtype())),
+        values_(cpu::value_loops(problem.values.row_dtype())),
         tiled_(problem.tiled(sequence_)),
         dim_(problem.keys.dim()),
         value_dim_(problem.values.dim()) {}
@@ -335,11 +335,8 @@ Workspace::Workspace(const Problem& problem, const Sizes& sizes) {
   }
   key_rows.resize(static_cast<std::size_t>(sizes.keys));
   value_rows.resize(static_cast<std::size_t>(sizes.keys));
-  const auto bytes = [&](const PlaneReader& plane) {
-    return plane.direct() ? std::size_t{0} : static_cast<std::size_t>(sizes.keys * plane.dim() * plane.item());
-  };
-  key_staging.resize(bytes(problem.keys));
-  value_staging.resize(bytes(problem.values));
+  key_staging.resize(static_cast<std::size_t>(sizes.keys * problem.keys.staged_bytes()));
+  value_staging.resize(static_cast<std::size_t>(sizes.keys * problem.values.staged_bytes()));
 }
 
 void run(const Problem& problem, const Item& item, const Sizes& sizes, Workspace& space, const State& into,
@@ -356,7 +353,7 @@ void write_out(const Problem& problem, const Item& item, const Sizes& sizes, con
   const std::int64_t item_bytes = item_size(dtype);
   const std::int64_t dim = problem.values.dim();
   const cpu::CastRows cast = cpu::cast_rows(DType::kF32, dtype);
-  const cpu::ValueLoops loops = cpu::value_loops(problem.values.dtype());
+  const cpu::ValueLoops loops = cpu::value_loops(problem.values.row_dtype());
   for (std::int64_t h = 0; h < item.all_heads(); ++h) {
     const std::int64_t head = item.kv_head * problem.group + item.first_head + h;
     for (std::int64_t r = 0; r < item.rows; ++r) {

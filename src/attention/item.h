@@ -48,8 +48,6 @@ struct Sizes {
   std::int64_t value_step = 0;
   std::int64_t keys = 0;  ///< of a tile
   bool packs = false;
-  bool stages_keys = false;
-  bool stages_values = false;
 };
 
 /// Memory of one thread.

@@ -91,8 +91,6 @@ std::vector<Item> items_of(const Problem& problem, Sizes& sizes, std::int64_t& p
   }
   sizes.query_step = cpu::padded(problem.keys.dim());
   sizes.value_step = cpu::padded(problem.values.dim());
-  sizes.stages_keys = !problem.keys.direct();
-  sizes.stages_values = !problem.values.direct();
   for (const Item& item : out) {
     const Sequence& s = problem.sequences[static_cast<std::size_t>(item.sequence)];
     const std::int64_t rows = item.all_rows();

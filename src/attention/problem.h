@@ -20,17 +20,20 @@ class PlaneReader {
   PlaneReader(const Cache& cache, std::string_view plane, std::int64_t layer);
 
   DType dtype() const noexcept { return plane_->dtype; }
+  /// What rows() gives: f32 for types that the loops do not know.
+  DType row_dtype() const noexcept { return cast_ == nullptr ? plane_->dtype : DType::kF32; }
+  /// Bytes of a row that rows() puts into its staging memory; 0 where it needs none.
+  std::int64_t staged_bytes() const { return direct() ? 0 : dim() * (cast_ == nullptr ? item_ : 4); }
   std::int64_t heads() const { return plane_->extent(Axis::kHead); }
   std::int64_t dim() const { return plane_->extent(Axis::kDim); }
-  std::int64_t item() const noexcept { return item_; }
-  /// Elements of a head lie side by side: rows() gives their own memory.
-  bool direct() const noexcept { return dim_offsets_.empty(); }
+  /// Elements of a head lie side by side and are used as they are: rows() gives their own memory.
+  bool direct() const noexcept { return dim_offsets_.empty() && cast_ == nullptr; }
 
   /// Bytes between the heads of a token where all lie equally far apart, and nearer than tokens do; else 0.
   std::int64_t head_step() const noexcept { return head_step_; }
 
-  /// Addresses of keys `first` up to `first + count` of a sequence, `dim()` contiguous elements each; what is not
-  /// contiguous is copied into `staging` (count × dim() elements).
+  /// Addresses of keys `first` up to `first + count` of a sequence, `dim()` contiguous elements of row_dtype() each;
+  /// what is not so in memory is brought into `staging` (count × staged_bytes()).
   void rows(const BlockTable& blocks, std::int64_t sequence, std::int64_t first, std::int64_t count, std::int64_t head,
             const std::byte** out, std::byte* staging) const;
 
@@ -40,6 +43,7 @@ class PlaneReader {
   const Plane* plane_;
   const std::byte* base_;
   std::int64_t item_;
+  cpu::CastRows cast_ = nullptr;
   std::int64_t head_step_ = 0;
   std::int64_t run_ = 0;  ///< dims that lie side by side where not all do
   std::vector<std::int64_t> slot_offsets_;

@@ -8,6 +8,7 @@ namespace kvstride::attend {
 
 PlaneReader::PlaneReader(const Cache& cache, std::string_view plane, std::int64_t layer)
     : plane_(&cache.layout().plane(plane)), item_(item_size(plane_->dtype)) {
+  if (dtype() == DType::kF8E4M3Fnuz || dtype() == DType::kF8E5M2Fnuz) cast_ = cpu::cast_rows(dtype(), DType::kF32);
   const Layout& layout = cache.layout();
   const std::int64_t tensor = (layout.layered() ? 0 : layer * layout.num_parts()) + plane_->part;
   base_ = cache.tensors()[static_cast<std::size_t>(tensor)] + plane_->base;
@@ -75,10 +76,19 @@ void PlaneReader::rows(const BlockTable& blocks, std::int64_t sequence, std::int
     for (; key < end; ++key, ++i) out[i] = block + slot_offsets_[static_cast<std::size_t>(key - column * block_size)];
   }
   if (direct()) return;
-  const std::int64_t bytes = dim() * item_;
+  const std::int64_t bytes = staged_bytes();
+  std::vector<std::byte> together(cast_ == nullptr || dim_offsets_.empty() ? 0
+                                                                           : static_cast<std::size_t>(dim() * item_));
   for (std::int64_t i = 0; i < count; ++i) {
-    gather_runs(staging + i * bytes, out[i], dim_offsets_, run_ * item_);
-    out[i] = staging + i * bytes;
+    std::byte* to = staging + i * bytes;
+    const std::byte* row = out[i];
+    if (!dim_offsets_.empty()) {
+      std::byte* gathered = cast_ == nullptr ? to : together.data();
+      gather_runs(gathered, row, dim_offsets_, run_ * item_);
+      row = gathered;
+    }
+    if (cast_ != nullptr) cast_(to, row, dim(), 1, 0, 1.0F);
+    out[i] = to;
   }
 }
 

@@ -64,7 +64,7 @@ struct ValueLoops {
   float unit;  ///< what add() gives must be multiplied by
 };
 
-/// For the best instruction set of this machine. dtypes are castable ones.
+/// For the best instruction set of this machine. dtypes are f32, f16, bf16, f8_e4m3 and f8_e5m2.
 const AttentionMath& attention_math();
 KeyLoops key_loops(DType dtype);
 ValueLoops value_loops(DType dtype);
