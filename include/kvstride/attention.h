@@ -5,7 +5,8 @@
 // position i + seq_len − (its number of query rows). Everything is checked before the first output is written. Slots
 // past seq_len and blocks that no sequence names are never read, nor are keys that no row of a tile sees. A row that
 // sees no key is 0 with LSE −infinity. Results of a sequence do not depend on the others of its batch, nor on the
-// number of threads. Functions may run at once on the same cache as long as nobody writes it.
+// number of threads. Functions may run at once on the same cache as long as nobody writes it, the block table or the
+// lengths.
 #pragma once
 
 #include <cstddef>
@@ -42,11 +43,12 @@ struct AttentionBatch {
 /// query_start_loc are left alone. `lse` is [token, query head], contiguous, or null.
 struct AttentionOutput {
   std::byte* out;
+  std::array<std::int64_t, 3> shape;
   std::array<std::int64_t, 3> strides;  ///< in elements
   float* lse = nullptr;
 };
 
-/// N:M sparse softmax: of each N + … group of `m` keys at absolute positions, `n` are kept (ModelOpt 0.47).
+/// N:M sparse softmax: of each group of `m` keys at absolute positions, `n` are kept (ModelOpt 0.47).
 struct KeepNofM {
   int n;
   int m;                         ///< 4 or 8
@@ -76,8 +78,9 @@ struct AttentionOptions {
   std::span<const std::uint8_t> causal_of;  ///< for each sequence, instead of `causal`
   /// Row at position p sees keys from p − window + 1 on (also where it is not causal).
   std::optional<std::int64_t> window;
-  float soft_cap = 0.0F;               ///< > 0: scores become cap × tanh(score / cap)
-  std::span<const float> sinks;        ///< for each query head a logit that takes part in the softmax without a value
+  float soft_cap = 0.0F;  ///< > 0: scores become cap × tanh(score / cap)
+  /// For each query head a logit that takes part in the softmax without a value; −infinity is none.
+  std::span<const float> sinks;
   std::span<const float> key_scale;    ///< of an f8 cache: none, one, or one for each KV head
   std::span<const float> value_scale;  ///< likewise
   /// Skip-softmax: tiles whose every row has exp(max − running max) < lambda are skipped. Not above 0: off. None, one,
@@ -90,6 +93,7 @@ struct AttentionOptions {
 
   // Results beside the output, where wanted.
   TileCounters* counters = nullptr;
+  std::span<TileCounters> counters_of;             ///< for each sequence
   std::vector<TileDecision>* decisions = nullptr;  ///< sorted by sequence, head, query tile, key tile
   /// Calibration: nothing is skipped, and `skipped_at[i]` counts the tiles that `thresholds[i]` would have skipped.
   std::span<const float> thresholds;

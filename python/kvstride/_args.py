@@ -58,7 +58,7 @@ def to_numbers(value: Any, names: tuple[str, ...], what: str) -> Any:
     if value is None:
         return None
     if not isinstance(value, (tuple, list, np.ndarray)) or len(value) != len(names):
-        raise ArgumentError(f"{what} is {value!r}, expected ({', '.join(names)})")
+        raise ArgumentError(f"{what} is {' '.join(repr(value).split()):.80}, expected ({', '.join(names)})")
     return tuple(to_int(v, f"{what}: {name}") for v, name in zip(value, names, strict=True))
 
 
@@ -90,7 +90,7 @@ def to_floats(value: Any, what: str) -> list[float]:
     except (TypeError, ValueError):
         array = np.asarray(None)
     if array.dtype.kind not in "fiu" and array.dtype.name not in ("bfloat16",):
-        raise DTypeError(f"{what} {value!r}, must be a number")
+        raise DTypeError(f"{what} {' '.join(repr(value).split()):.80}, must be a number")
     return [float(v) for v in array.reshape(-1)]
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from . import _core
-from ._args import to_flag, to_floats, to_int, to_numbers
+from ._args import to_flag, to_floats, to_int, to_numbers, to_size
 from ._ids import to_vector
-from ._tensor import TensorInfo, empty_like, inspect, is_torch
+from ._tensor import TensorInfo, empty_like, inspect, is_torch, refuse_masked
 from .blocks import core_of
 from .cache import Cache
 from .errors import ArgumentError, DTypeError
@@ -73,26 +73,28 @@ def attention(
 
     Returns out; with `return_lse` also the logarithm of the softmax's denominators, float32 `[token, query head]`,
     natural or, with `lse_base="2"`, of base 2 (sinks count); with `counters=True` also an int64 `[2]` array: tiles
-    looked at and tiles skipped; with `counters="map"` one row (sequence, head, query tile, key tile, skipped) for each
-    tile. A row that sees no key is 0 with LSE -inf.
+    looked at and tiles skipped; with `counters="each"` one such row for each sequence; with `counters="map"` one row
+    (sequence, head, query tile, key tile, skipped) for each tile. A row that sees no key is 0 with LSE -inf.
 
     Raises ArgumentError (shapes, lengths, scales, λ >= 1, overlapping memory), BlockIndexError (an id that a query
     needs is outside the cache), DTypeError, LayoutError (a cache without keys and values, or with other planes).
     """
-    maps = counters == "map"
-    if not maps:
-        to_flag(counters, "attention: counters")
-    call = _Call("attention", q, cache, block_table, seq_lens, query_start_loc, out, to_flag(return_lse, "return_lse"))
-    total, skipped, _, rows = call.run(
+    kind = counters if isinstance(counters, str) and counters in ("map", "each") else None
+    counted = kind is not None or to_flag(counters, "attention: counters")
+    maps = kind == "map"
+    call = _Call(
+        "attention", q, cache, block_table, seq_lens, query_start_loc, out, to_flag(return_lse, "attention: return_lse")
+    )
+    _, each, _, rows = call.run(
         layer,
         _options(call, scale, causal, window, soft_cap, sinks, key_scale, value_scale),
         _floats(skip_lambda, "attention: skip_lambda"),
         _tile(tile, "attention"),
         _nm(nm),
-        to_int(recent, "attention: recent"),
-        to_int(sink_tokens, "attention: sink_tokens"),
+        to_size(recent, "attention: recent"),
+        to_size(sink_tokens, "attention: sink_tokens"),
         _base(lse_base, "attention"),
-        not maps and bool(counters),
+        counted and not maps,
         maps,
         [],
     )
@@ -101,8 +103,9 @@ def attention(
         results.append(call.lse)
     if maps:
         results.append(np.array(rows, np.int64).reshape(-1, 5))
-    elif counters:
-        results.append(np.array([total, skipped], np.int64))
+    elif counted:
+        by_sequence = np.array(each, np.int64).reshape(-1, 2)
+        results.append(by_sequence if kind == "each" else by_sequence.sum(0))
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -205,7 +208,7 @@ class _Call:
         self.query_start_loc = to_vector(query_start_loc, f"{verb}: query_start_loc")
         self.table = _table(block_table, f"{verb}: block_table")
         tokens, heads = self.query.shape[:2]
-        shape = (tokens, heads, _value_head_size(cache, verb))
+        shape = (tokens, heads, _value_head_size(cache))
         self.out = out
         if out is None:
             self.out = empty_like(self.query, self.dtype, shape)
@@ -255,7 +258,7 @@ def _options(
         None if scale is None else _float(scale, f"{verb}: scale"),
         always,
         each,
-        None if window is None else to_int(window, f"{verb}: window"),
+        None if window is None else to_size(window, f"{verb}: window"),
         _float(soft_cap, f"{verb}: soft_cap"),
         _floats(sinks, f"{verb}: sinks"),
         _floats(key_scale, f"{verb}: key_scale"),
@@ -266,9 +269,14 @@ def _options(
 def _causal(causal: Any, verb: str) -> tuple[bool, list[int]]:
     if isinstance(causal, (bool, np.bool_)):
         return bool(causal), []
-    values = causal.detach().cpu().numpy() if is_torch(causal) else np.asarray(causal)
-    if values.dtype != np.bool_:
-        raise ArgumentError(f"{verb}: causal is {causal!r:.80}, expected True, False or one of them for each sequence")
+    refuse_masked(causal, f"{verb}: causal")
+    try:
+        values = causal.detach().cpu().numpy() if is_torch(causal) else np.asarray(causal)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        values = np.asarray(None)
+    if values.dtype != np.bool_ or values.ndim > 1:
+        text = " ".join(repr(causal).split())
+        raise ArgumentError(f"{verb}: causal is {text:.80}, expected True, False or one of them for each sequence")
     if values.ndim == 0:
         return bool(values), []
     return True, [int(v) for v in values.reshape(-1)]
@@ -310,7 +318,7 @@ def _nm(nm: Any) -> tuple[int, int] | None:
 
 
 def _base(base: Any, verb: str) -> bool:
-    if base not in _BASES:
+    if not isinstance(base, (str, int)) or base not in _BASES:
         raise ArgumentError(f"{verb}: lse_base is {base!r:.40}, expected 'e' or '2'")
     return _BASES[base]
 
@@ -357,9 +365,10 @@ def _has_ids(table: Any) -> bool:
     )
 
 
-def _value_head_size(cache: Cache, verb: str) -> int:
-    geometry = cache.layout.geometry
-    return geometry.head_size if geometry.value_head_size is None else geometry.value_head_size
+def _value_head_size(cache: Cache) -> int:
+    if "value" not in cache.layout.planes:  # which the library says in its own words
+        return cache.layout.geometry.head_size
+    return cache.layout.extents("value")[4]
 
 
 def _empty_lse(like: Any, shape: tuple[int, ...]) -> Any:

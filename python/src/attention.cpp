@@ -51,12 +51,15 @@ void bind_attention(nb::module_& m) {
         TileCounters counters;
         std::vector<TileDecision> decisions;
         std::vector<std::int64_t> skipped_at(thresholds.size());
+        std::vector<TileCounters> each(counts ? seq_lens.shape(0) : 0);
         if (counts) options.counters = &counters;
+        options.counters_of = each;
         if (maps) options.decisions = &decisions;
         options.thresholds = thresholds;
         options.skipped_at = skipped_at;
         const TokenTensor to = to_tensor(out);
-        const AttentionOutput output{const_cast<std::byte*>(to.data), to.strides, reinterpret_cast<float*>(lse)};
+        const AttentionOutput output{const_cast<std::byte*>(to.data), to.shape, to.strides,
+                                     reinterpret_cast<float*>(lse)};
         {
           const GilReleased release;
           attention({to_tensor(query), to_table(table), to_span(seq_lens), to_span(query_start_loc)}, cache, layer,
@@ -66,14 +69,17 @@ void bind_attention(nb::module_& m) {
         for (const TileDecision& d : decisions) {
           map.push_back({d.sequence, d.head, d.query_tile, d.key_tile, d.skipped ? 1 : 0});
         }
-        return std::make_tuple(counters.total, counters.skipped, skipped_at, map);
+        std::vector<std::array<std::int64_t, 2>> of_each;
+        for (const TileCounters& one : each) of_each.push_back({one.total, one.skipped});
+        return std::make_tuple(counters.total, of_each, skipped_at, map);
       },
       nb::arg("cache"), nb::arg("layer"), nb::arg("query"), nb::arg("out"), nb::arg("lse"), nb::arg("table"),
       nb::arg("seq_lens"), nb::arg("query_start_loc"), nb::arg("scale").none(), nb::arg("causal"), nb::arg("causal_of"),
       nb::arg("window").none(), nb::arg("soft_cap"), nb::arg("sinks"), nb::arg("key_scale"), nb::arg("value_scale"),
       nb::arg("skip_lambda"), nb::arg("tile"), nb::arg("nm").none(), nb::arg("recent"), nb::arg("sink_tokens"),
       nb::arg("lse_log2"), nb::arg("counts"), nb::arg("maps"), nb::arg("thresholds"),
-      "(tiles, tiles skipped, skipped at each threshold, [sequence, head, query tile, key tile, skipped])");
+      "(tiles, [tiles, tiles skipped] of each sequence, skipped at each threshold, [sequence, head, query tile, key "
+      "tile, skipped])");
   m.def(
       "merge_states",
       [](const Tensor& out1, std::uintptr_t lse1, const Tensor& out2, std::uintptr_t lse2, const Tensor& out,
@@ -82,7 +88,7 @@ void bind_attention(nb::module_& m) {
         const GilReleased release;
         merge_states({to_tensor(out1), reinterpret_cast<const float*>(lse1)},
                      {to_tensor(out2), reinterpret_cast<const float*>(lse2)},
-                     {const_cast<std::byte*>(to.data), to.strides, reinterpret_cast<float*>(lse)}, lse_log2);
+                     {const_cast<std::byte*>(to.data), to.shape, to.strides, reinterpret_cast<float*>(lse)}, lse_log2);
       },
       nb::arg("out1"), nb::arg("lse1"), nb::arg("out2"), nb::arg("lse2"), nb::arg("out"), nb::arg("lse"),
       nb::arg("lse_log2"));

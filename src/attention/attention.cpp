@@ -30,59 +30,73 @@ int threads_for(const Problem& problem, const std::vector<Item>& items) {
   return static_cast<int>(std::clamp<double>(most, 1, num_threads()));
 }
 
-/// States of the items that share rows with others.
-class Parts {
- public:
-  Parts(const std::vector<Item>& items, const Sizes& sizes, std::int64_t parts) {
-    starts_.resize(static_cast<std::size_t>(parts));
-    std::int64_t total = 0;
-    for (const Item& item : items) {
-      if (item.part < 0) continue;
-      starts_[static_cast<std::size_t>(item.part)] = {total, item.all_rows()};
-      total += cpu::padded(item.all_rows() * (sizes.value_step + 2));
-    }
-    step_ = sizes.value_step;
-    memory_ = hwy::AllocateAligned<float>(static_cast<std::size_t>(std::max<std::int64_t>(total, 1)));
-    if (!memory_) throw std::bad_alloc();
-  }
-
-  State of(const Item& item) const {
-    if (item.part < 0) return {};
-    const auto [start, rows] = starts_[static_cast<std::size_t>(item.part)];
-    float* values = memory_.get() + start;
-    return {values, values + rows * step_, values + rows * (step_ + 1)};
-  }
-
- private:
-  hwy::AlignedFreeUniquePtr<float[]> memory_;
-  std::vector<std::pair<std::int64_t, std::int64_t>> starts_;
-  std::int64_t step_;
-};
-
 bool same_rows(const Item& a, const Item& b) {
   return a.part >= 0 && b.part >= 0 &&
          std::tie(a.sequence, a.kv_head, a.first_head, a.first_row) ==
              std::tie(b.sequence, b.kv_head, b.first_head, b.first_row);
 }
 
-void put_together(const Problem& problem, const std::vector<Item>& items, const Sizes& sizes, const Parts& parts,
-                  float* row) {
-  for (std::size_t i = 0; i < items.size();) {
-    const std::size_t first = i++;
-    if (items[first].part < 0) continue;
-    const State state = parts.of(items[first]);
-    for (; i < items.size() && same_rows(items[first], items[i]); ++i) {
-      attend::merge(state, parts.of(items[i]), items[first].all_rows(), sizes.value_step);
+/// Items [first, end) that run together, and the states of those that share rows with others.
+class Wave {
+ public:
+  Wave(const std::vector<Item>& items, std::size_t first, const Sizes& sizes)
+      : items_(items), first_(first), end_(first), step_(sizes.value_step) {
+    std::int64_t total = 0;
+    while (end_ < items.size()) {
+      const bool same = end_ > first && same_rows(items[end_ - 1], items[end_]);
+      if (total > kFloats && !same) break;
+      starts_.push_back(total);
+      if (items[end_].part >= 0) total += cpu::padded(items[end_].all_rows() * (step_ + 2));
+      ++end_;
     }
-    attend::write_out(problem, items[first], sizes, state, row);
+    memory_ = hwy::AllocateAligned<float>(static_cast<std::size_t>(std::max<std::int64_t>(total, 1)));
+    if (!memory_) throw std::bad_alloc();
   }
-}
 
-void report(const AttentionOptions& options, std::vector<attend::Findings>& findings) {
+  std::size_t end() const noexcept { return end_; }
+
+  State of(std::size_t i) const {
+    if (items_[i].part < 0) return {};
+    float* values = memory_.get() + starts_[i - first_];
+    const std::int64_t rows = items_[i].all_rows();
+    return {values, values + rows * step_, values + rows * (step_ + 1)};
+  }
+
+  void put_together(const Problem& problem, const Sizes& sizes, float* row) const {
+    for (std::size_t i = first_; i < end_;) {
+      const std::size_t begin = i++;
+      if (items_[begin].part < 0) continue;
+      const State state = of(begin);
+      for (; i < end_ && same_rows(items_[begin], items_[i]); ++i) {
+        attend::merge(state, of(i), items_[begin].all_rows(), step_);
+      }
+      attend::write_out(problem, items_[begin], sizes, state, row);
+    }
+  }
+
+ private:
+  static constexpr std::int64_t kFloats = std::int64_t{4} << 20;  // of states: 16 MiB
+
+  const std::vector<Item>& items_;
+  std::size_t first_;
+  std::size_t end_;
+  std::int64_t step_;
+  hwy::AlignedFreeUniquePtr<float[]> memory_;
+  std::vector<std::int64_t> starts_;
+};
+
+void report(const AttentionOptions& options, const std::vector<Item>& items, std::vector<attend::Findings>& findings) {
   std::fill(options.skipped_at.begin(), options.skipped_at.end(), 0);
   TileCounters counters;
   std::vector<TileDecision> decisions;
-  for (attend::Findings& one : findings) {
+  std::fill(options.counters_of.begin(), options.counters_of.end(), TileCounters{});
+  for (std::size_t item = 0; item < items.size(); ++item) {
+    const attend::Findings& one = findings[item];
+    if (!options.counters_of.empty()) {
+      TileCounters& its = options.counters_of[static_cast<std::size_t>(items[item].sequence)];
+      its.total += one.counters.total;
+      its.skipped += one.counters.skipped;
+    }
     counters.total += one.counters.total;
     counters.skipped += one.counters.skipped;
     for (std::size_t i = 0; i < one.skipped_at.size(); ++i) options.skipped_at[i] += one.skipped_at[i];
@@ -102,28 +116,31 @@ void attention(const AttentionBatch& batch, const Cache& cache, std::int64_t lay
                const AttentionOptions& options) {
   const Problem problem = attend::checked(batch, cache, layer, output, options);
   Sizes sizes;
-  std::int64_t num_parts = 0;
-  const std::vector<Item> items = attend::items_of(problem, sizes, num_parts);
-  const bool looks = options.counters != nullptr || options.decisions != nullptr || problem.calibrating();
+  const std::vector<Item> items = attend::items_of(problem, sizes);
+  const bool looks = options.counters != nullptr || !options.counters_of.empty() || options.decisions != nullptr ||
+                     problem.calibrating();
   const int threads = threads_for(problem, items);
   std::vector<attend::Workspace> spaces;
   spaces.reserve(static_cast<std::size_t>(threads));
   for (int i = 0; i < threads; ++i) spaces.emplace_back(problem, sizes);
-  const Parts parts(items, sizes, num_parts);
   std::vector<attend::Findings> findings(looks ? items.size() : 0);
   for (attend::Findings& one : findings) one.skipped_at.resize(options.thresholds.size());
 
-  std::atomic<std::size_t> next{0};
-  cpu::parallel_for(threads, threads, [&](int worker) {
-    while (true) {
-      const std::size_t i = next.fetch_add(1, std::memory_order_relaxed);
-      if (i >= items.size()) return;
-      attend::run(problem, items[i], sizes, spaces[static_cast<std::size_t>(worker)], parts.of(items[i]),
-                  looks ? &findings[i] : nullptr);
-    }
-  });
-  put_together(problem, items, sizes, parts, spaces[0].row);
-  if (looks) report(options, findings);
+  for (std::size_t first = 0; first < items.size();) {
+    const Wave wave(items, first, sizes);
+    std::atomic<std::size_t> next{first};
+    cpu::parallel_for(threads, threads, [&](int worker) {
+      while (true) {
+        const std::size_t i = next.fetch_add(1, std::memory_order_relaxed);
+        if (i >= wave.end()) return;
+        attend::run(problem, items[i], sizes, spaces[static_cast<std::size_t>(worker)], wave.of(i),
+                    looks ? &findings[i] : nullptr);
+      }
+    });
+    wave.put_together(problem, sizes, spaces[0].row);
+    first = wave.end();
+  }
+  if (looks) report(options, items, findings);
 }
 
 }  // namespace kvstride

@@ -13,6 +13,7 @@ namespace kvstride::attend {
 namespace {
 
 constexpr std::int64_t kMaxTile = 4096;
+constexpr std::int64_t kFar = std::int64_t{1} << 60;  // beyond any key
 
 [[noreturn]] void refuse(ErrorCode code, const std::string& what) { throw Error(code, "attention: " + what); }
 
@@ -61,7 +62,7 @@ void check_query(const TokenTensor& query, const PlaneReader& keys, const PlaneR
   }
 }
 
-/// Bytes [first, end) that a tensor of positive strides touches.
+/// Bytes [first, end) that a tensor touches.
 struct Span {
   std::uintptr_t first = 0;
   std::uintptr_t end = 0;
@@ -84,11 +85,15 @@ Span span_of(const void* data, std::array<std::int64_t, 3> shape, std::array<std
   return out;
 }
 
-void check_memory(const AttentionBatch& batch, const AttentionOutput& output, const Cache& cache, std::int64_t layer,
+void check_memory(const AttentionBatch& batch, const AttentionOutput& output, const Cache& cache,
                   std::int64_t value_dim) {
   const TokenTensor& query = batch.query;
   const std::int64_t item = item_size(query.dtype);
   const std::array<std::int64_t, 3> shape{query.shape[0], query.shape[1], value_dim};
+  if (output.shape != shape) {
+    refuse(ErrorCode::kArgument, fmt::format("out has shape [{}, {}, {}], expected [{}, {}, {}]", output.shape[0],
+                                             output.shape[1], output.shape[2], shape[0], shape[1], shape[2]));
+  }
   std::array<std::size_t, 3> order{0, 1, 2};
   std::sort(order.begin(), order.end(),
             [&](std::size_t a, std::size_t b) { return std::abs(output.strides[a]) < std::abs(output.strides[b]); });
@@ -110,12 +115,23 @@ void check_memory(const AttentionBatch& batch, const AttentionOutput& output, co
   const Span q = span_of(query.data, query.shape, query.strides, item);
   if (out.meets(q) || lse.meets(q)) refuse(ErrorCode::kArgument, "the output overlaps q");
   if (out.meets(lse)) refuse(ErrorCode::kArgument, "out overlaps lse");
+  if (batch.blocks.rows > 0 && batch.blocks.columns > 0) {
+    const Span table = span_of(batch.blocks.data, {1, batch.blocks.rows, batch.blocks.columns},
+                               {1, batch.blocks.row_stride, batch.blocks.column_stride}, batch.blocks.wide ? 8 : 4);
+    if (out.meets(table) || lse.meets(table)) refuse(ErrorCode::kArgument, "the output overlaps block_table");
+  }
   const Layout& layout = cache.layout();
-  for (std::int64_t part = 0; part < layout.num_parts(); ++part) {
-    const std::int64_t tensor = (layout.layered() ? 0 : layer * layout.num_parts()) + part;
-    const auto at = reinterpret_cast<std::uintptr_t>(cache.tensors()[static_cast<std::size_t>(tensor)]);
-    const Span span{at, at + static_cast<std::uintptr_t>(layout.part_bytes(part))};
-    if (out.meets(span) || lse.meets(span)) refuse(ErrorCode::kArgument, "the output overlaps the cache");
+  for (std::size_t i = 0; i < cache.tensors().size(); ++i) {
+    const auto at = reinterpret_cast<std::uintptr_t>(cache.tensors()[i]);
+    for (const Plane& plane : layout.planes()) {
+      if (static_cast<std::size_t>(plane.part) != i % static_cast<std::size_t>(layout.num_parts())) continue;
+      // What lies behind the last element may belong to others: layers of one allocation reach into each other.
+      std::int64_t bytes = item_size(plane.dtype);
+      for (const Mode& mode : plane.modes) bytes += (mode.extent - 1) * mode.stride;
+      const auto first = at + static_cast<std::uintptr_t>(plane.base);
+      const Span span{first, first + static_cast<std::uintptr_t>(bytes)};
+      if (out.meets(span) || lse.meets(span)) refuse(ErrorCode::kArgument, "the output overlaps the cache");
+    }
   }
 }
 
@@ -148,6 +164,15 @@ void check_options(const Problem& problem) {
   }
   if (!o.sinks.empty() && static_cast<std::int64_t>(o.sinks.size()) != problem.heads) {
     refuse(ErrorCode::kArgument, fmt::format("{} sinks for {} query heads", o.sinks.size(), problem.heads));
+  }
+  for (const float sink : o.sinks) {
+    // A sink of −infinity takes no part.
+    if (!(sink < std::numeric_limits<float>::infinity())) {
+      refuse(ErrorCode::kArgument, fmt::format("a sink is {}, expected a finite number or -inf", sink));
+    }
+  }
+  if (!o.counters_of.empty() && static_cast<std::int64_t>(o.counters_of.size()) != sequences) {
+    refuse(ErrorCode::kArgument, fmt::format("room for {} counters, {} sequences", o.counters_of.size(), sequences));
   }
   if (!o.causal_of.empty() && static_cast<std::int64_t>(o.causal_of.size()) != sequences) {
     refuse(ErrorCode::kArgument, fmt::format("causal has {} values for {} sequences", o.causal_of.size(), sequences));
@@ -251,15 +276,22 @@ void check_sequences(Problem& problem, const Cache& cache) {
 Problem checked(const AttentionBatch& batch, const Cache& cache, std::int64_t layer, const AttentionOutput& output,
                 const AttentionOptions& options) {
   check_layout(cache, layer);
-  Problem problem{batch, output, options, {cache, "key", layer}, {cache, "value", layer}, 0, 0, 0, 0.0F, {}};
+  Problem problem{batch, output, options, {cache, "key", layer}, {cache, "value", layer}};
   check_query(batch.query, problem.keys, problem.values);
   problem.block_size = cache.layout().geometry().block_size;
   problem.heads = batch.query.shape[1];
   problem.group = problem.heads / problem.keys.heads();
   problem.scale = options.scale.value_or(1.0F / std::sqrt(static_cast<float>(problem.keys.dim())));
   check_options(problem);
+  problem.window = options.window;
+  if (problem.window) problem.window = std::min(*problem.window, kFar);
+  problem.keep = options.keep;
+  if (problem.keep) {
+    problem.keep->recent = std::min(problem.keep->recent, kFar);
+    problem.keep->sink_tokens = std::min(problem.keep->sink_tokens, kFar);
+  }
   check_sequences(problem, cache);
-  check_memory(batch, output, cache, layer, problem.values.dim());
+  check_memory(batch, output, cache, problem.values.dim());
   return problem;
 }
 

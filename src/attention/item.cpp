@@ -143,7 +143,7 @@ class Run {
       const std::int64_t seen = end_of(rows.first_row + r + some - 1) - first_;
       if (seen <= 0) continue;
       math_.multiply(to + r * sizes_.score_step, sizes_.score_step, query + r * sizes_.query_step, sizes_.query_step,
-                     some, space_.key_panels, dim_, dim_ * math_.panel, (seen + math_.panel - 1) / math_.panel, false);
+                     some, space_.key_panels, dim_, dim_ * math_.panel, (seen + math_.panel - 1) / math_.panel);
     }
   }
 
@@ -165,7 +165,7 @@ class Run {
   std::int64_t score_width() const { return cpu::padded(end_ - tile_); }
 
   float keep(float* scores, std::int64_t row, std::int64_t first, std::int64_t end, std::int64_t width) {
-    const KeepNofM& rule = *problem_.options.keep;
+    const KeepNofM& rule = *problem_.keep;
     const std::int64_t position = sequence_.offset() + item_.first_row + row;
     std::memcpy(space_.row, scores, static_cast<std::size_t>(width) * sizeof(float));
     math_.keep(scores, width, rule.n, rule.m);
@@ -186,7 +186,8 @@ class Run {
     for (std::int64_t r = rows.first_row; r < rows.end_row; ++r) {
       const float top = state_.tops[row_of(head, r)];
       const float largest = space_.largest[row_of(head, r)];
-      gap = std::max(gap, top == kLowest ? -kLowest : largest - top);
+      const float below = largest - top;
+      gap = std::max(gap, top == kLowest || std::isnan(below) ? -kLowest : below);
     }
     bool skipped = false;
     if (!problem_.calibrating()) skipped = gap < sequence_.log_lambda;
@@ -246,10 +247,12 @@ class Run {
       const std::int64_t first = first_of(row);
       const std::int64_t end = num == 1 ? end_of(row) : end_;
       if (first >= end) return;
-      values_.add(state_.values + row_of(head, row) * sizes_.value_step, sizes_.value_step,
-                  scores_of(rows, head, row) + (first - tile_), sizes_.score_step, num,
+      const std::int64_t all = num * kv_heads * sizes_.value_step;
+      std::fill_n(space_.fresh, all, 0.0F);
+      values_.add(space_.fresh, sizes_.value_step, scores_of(rows, head, row) + (first - tile_), sizes_.score_step, num,
                   space_.value_rows.data() + (first - first_), end - first, value_dim_,
                   {kv_heads, head / item_.heads * step, step});
+      add_fresh(state_.values + row_of(head, row) * sizes_.value_step, all);
     };
     const bool alike = item_.rows == 1 || (first_of(item_.rows - 1) == first_ && end_of(0) == end_);
     if (!alike) {
@@ -268,20 +271,25 @@ class Run {
     }
   }
 
+  void add_fresh(float* to, std::int64_t count) const {
+    for (std::int64_t i = 0; i < count; ++i) to[i] += space_.fresh[i];
+  }
+
   void add_packed(const Rows& rows, std::int64_t head, std::int64_t first_row, std::int64_t end_row) {
     const std::int64_t panel_step = (end_ - first_) * math_.panel;
     const std::int64_t panels = (value_dim_ + math_.panel - 1) / math_.panel;
     const auto add = [&](std::int64_t row, std::int64_t num, std::int64_t first, std::int64_t end) {
       if (first >= end) return;
-      math_.multiply(state_.values + row_of(head, row) * sizes_.value_step, sizes_.value_step,
-                     scores_of(rows, head, row) + (first - tile_), sizes_.score_step, num,
-                     space_.value_panels + (first - first_) * math_.panel, end - first, panel_step, panels, true);
+      math_.multiply(space_.fresh, sizes_.value_step, scores_of(rows, head, row) + (first - tile_), sizes_.score_step,
+                     num, space_.value_panels + (first - first_) * math_.panel, end - first, panel_step, panels);
+      add_fresh(state_.values + row_of(head, row) * sizes_.value_step, num * sizes_.value_step);
     };
     if (all_finite_) return add(first_row, end_row - first_row, first_of(first_row), end_of(end_row - 1));
     for (std::int64_t r = first_row; r < end_row; ++r) {
       const float* weights = scores_of(rows, head, r);
       for (std::int64_t key = first_of(r); key < end_of(r); ++key) {
-        if (weights[key - tile_] != 0.0F) add(r, 1, key, key + 1);
+        // What N:M dropped is as if it were not there.
+        if (!sequence_.keep || weights[key - tile_] != 0.0F) add(r, 1, key, key + 1);
       }
     }
   }
@@ -320,6 +328,7 @@ Workspace::Workspace(const Problem& problem, const Sizes& sizes) {
       {&this->key_panels, key_floats},
       {&this->value_panels, value_floats},
       {&largest, sizes.rows},
+      {&fresh, sizes.score_rows * sizes.value_step},
       {&state.values, sizes.rows * sizes.value_step},
       {&state.tops, sizes.rows},
       {&state.sums, sizes.rows},
@@ -393,9 +402,9 @@ void write_out(const Problem& problem, const Item& item, const Sizes& sizes, con
 void merge(const State& state, const State& more, std::int64_t rows, std::int64_t step) {
   for (std::int64_t r = 0; r < rows; ++r) {
     const float top = std::max(state.tops[r], more.tops[r]);
-    if (top == kLowest) continue;
-    const float mine = std::exp(state.tops[r] - top);
-    const float theirs = std::exp(more.tops[r] - top);
+    // Of two without a key, the sums are 0, or NaN.
+    const float mine = state.tops[r] == top ? 1.0F : std::exp(state.tops[r] - top);
+    const float theirs = more.tops[r] == top ? 1.0F : std::exp(more.tops[r] - top);
     float* to = state.values + r * step;
     const float* from = more.values + r * step;
     for (std::int64_t i = 0; i < step; ++i) to[i] = to[i] * mine + from[i] * theirs;

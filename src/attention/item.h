@@ -57,7 +57,8 @@ struct Workspace {
   hwy::AlignedFreeUniquePtr<float[]> memory;
   float* query;
   float* scores;
-  float* row;  ///< one row of values or scores
+  float* row;    ///< one row of values or scores
+  float* fresh;  ///< values of one tile: long sums are sums of tiles' sums
   float* key_panels;
   float* value_panels;
   float* largest;  ///< of a tile, for each row
@@ -77,7 +78,7 @@ struct Findings {
 
 /// Splits a call; `sizes` becomes what the largest item needs. Depends on a sequence and the cache alone, so that
 /// neither the batch nor the threads change a result.
-std::vector<Item> items_of(const Problem& problem, Sizes& sizes, std::int64_t& parts);
+std::vector<Item> items_of(const Problem& problem, Sizes& sizes);
 
 /// Keys of a tile of an item.
 std::int64_t tile_keys(const Problem& problem, const Item& item);
@@ -86,7 +87,7 @@ std::int64_t tile_keys(const Problem& problem, const Item& item);
 void run(const Problem& problem, const Item& item, const Sizes& sizes, Workspace& space, const State& into,
          Findings* findings);
 
-/// Divides, scales and writes `rows` rows of `heads` query heads.
+/// Divides, scales and writes the rows of an item; `row` is room for one.
 void write_out(const Problem& problem, const Item& item, const Sizes& sizes, const State& state, float* row);
 
 /// `more` into `state`, for `rows` rows.

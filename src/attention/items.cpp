@@ -32,7 +32,7 @@ std::int64_t tile_keys(const Problem& problem, const Item& item) {
   return item.direct ? kDirectKeys : kTileKeys;
 }
 
-std::vector<Item> items_of(const Problem& problem, Sizes& sizes, std::int64_t& parts) {
+std::vector<Item> items_of(const Problem& problem, Sizes& sizes) {
   std::vector<Item> out;
   const std::int64_t kv_heads = problem.keys.heads();
   const auto add = [&](Item item) {
@@ -45,7 +45,7 @@ std::vector<Item> items_of(const Problem& problem, Sizes& sizes, std::int64_t& p
       }
     }
   };
-  parts = 0;
+  std::int64_t parts = 0;
   for (std::size_t i = 0; i < problem.sequences.size(); ++i) {
     const Sequence& s = problem.sequences[i];
     if (s.rows == 0) continue;

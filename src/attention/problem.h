@@ -78,6 +78,8 @@ struct Problem {
   std::int64_t heads;  ///< of the query
   std::int64_t group;  ///< query heads of a KV head
   float scale;
+  std::optional<std::int64_t> window;  ///< as the options', but so that nothing overflows
+  std::optional<KeepNofM> keep;        ///< likewise
   std::vector<Sequence> sequences;
 
   bool calibrating() const noexcept { return !options.thresholds.empty(); }
@@ -98,8 +100,8 @@ Problem checked(const AttentionBatch& batch, const Cache& cache, std::int64_t la
 
 /// First key that row `row` of a sequence sees, and the end of those that it sees (not above its length).
 inline std::int64_t first_key(const Problem& problem, const Sequence& s, std::int64_t row) {
-  if (!problem.options.window) return 0;
-  return std::max<std::int64_t>(0, s.offset() + row - *problem.options.window + 1);
+  if (!problem.window) return 0;
+  return std::max<std::int64_t>(0, s.offset() + row - *problem.window + 1);
 }
 inline std::int64_t end_key(const Sequence& s, std::int64_t row) {
   return s.causal ? std::clamp<std::int64_t>(s.offset() + row + 1, 0, s.length) : s.length;

@@ -111,14 +111,14 @@ HWY_INLINE V4 sums_of(VF a, VF b, VF c, VF d) {
 
 // ------------------------------------------------------------------------------------------------ products
 
-template <int kRows, bool kAdd>
+template <int kRows>
 HWY_INLINE void multiply_block(float* HWY_RESTRICT c, std::int64_t c_step, const float* HWY_RESTRICT a,
                                std::int64_t a_step, const float* HWY_RESTRICT b, std::int64_t depth) {
   VF sums[kRows][2];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
-    sums[r][0] = kAdd ? hn::LoadU(f, c + r * c_step) : hn::Zero(f);
-    sums[r][1] = kAdd ? hn::LoadU(f, c + r * c_step + lanes()) : hn::Zero(f);
+    sums[r][0] = hn::Zero(f);
+    sums[r][1] = hn::Zero(f);
   }
   for (std::int64_t k = 0; k < depth; ++k, b += 2 * lanes()) {
     const VF b0 = hn::LoadU(f, b);
@@ -137,25 +137,16 @@ HWY_INLINE void multiply_block(float* HWY_RESTRICT c, std::int64_t c_step, const
   }
 }
 
-template <bool kAdd>
-void multiply_as(float* c, std::int64_t c_step, const float* a, std::int64_t a_step, std::int64_t rows, const float* b,
-                 std::int64_t depth, std::int64_t panel_step, std::int64_t panels) {
+void multiply(float* c, std::int64_t c_step, const float* a, std::int64_t a_step, std::int64_t rows, const float* b,
+              std::int64_t depth, std::int64_t panel_step, std::int64_t panels) {
   for (std::int64_t p = 0; p < panels; ++p, b += panel_step, c += 2 * lanes()) {
     std::int64_t r = 0;
     for (; r + kRowBlock <= rows; r += kRowBlock) {
-      multiply_block<kRowBlock, kAdd>(c + r * c_step, c_step, a + r * a_step, a_step, b, depth);
+      multiply_block<kRowBlock>(c + r * c_step, c_step, a + r * a_step, a_step, b, depth);
     }
-    for (; r + 4 <= rows; r += 4) {
-      multiply_block<4, kAdd>(c + r * c_step, c_step, a + r * a_step, a_step, b, depth);
-    }
-    for (; r < rows; ++r) multiply_block<1, kAdd>(c + r * c_step, c_step, a + r * a_step, a_step, b, depth);
+    for (; r + 4 <= rows; r += 4) multiply_block<4>(c + r * c_step, c_step, a + r * a_step, a_step, b, depth);
+    for (; r < rows; ++r) multiply_block<1>(c + r * c_step, c_step, a + r * a_step, a_step, b, depth);
   }
-}
-
-void multiply(float* c, std::int64_t c_step, const float* a, std::int64_t a_step, std::int64_t rows, const float* b,
-              std::int64_t depth, std::int64_t panel_step, std::int64_t panels, bool add) {
-  if (add) return multiply_as<true>(c, c_step, a, a_step, rows, b, depth, panel_step, panels);
-  multiply_as<false>(c, c_step, a, a_step, rows, b, depth, panel_step, panels);
 }
 
 // ------------------------------------------------------------------------------------------------ packing
@@ -179,7 +170,7 @@ HWY_INLINE void turn_four(float* to, std::int64_t step, const float* from, std::
 #endif
 }
 
-/// A row as f32, zeros up to a multiple of four behind it.
+/// Part of a row as f32, whole vectors: zeros behind it.
 template <DType kType>
 HWY_INLINE void decode_part(float* to, const std::byte* row, std::int64_t first, std::int64_t count) {
   std::int64_t i = 0;
@@ -544,18 +535,22 @@ float finish(float* scores, std::int64_t first, std::int64_t end, std::int64_t c
   std::fill(scores, scores + first, kLowest);
   std::fill(scores + end, scores + count, kLowest);
   const VF times = hn::Set(f, scale);
-  // Lanes beyond [first, end) are −infinity and stay so: whole vectors may be taken.
-  const std::int64_t start = first / lanes() * lanes();
-  VF largest = hn::Set(f, kLowest);
-  for (std::int64_t i = start; i < end; i += lanes()) {
-    VF v = hn::LoadU(f, scores + i);
-    const auto outside = hn::Eq(v, hn::Set(f, kLowest));
-    v = hn::Mul(v, times);
+  const VF lowest = hn::Set(f, kLowest);
+  VF largest = lowest;
+  auto nan = hn::Zero(u);
+  for (std::int64_t i = first / lanes() * lanes(); i < end; i += lanes()) {
+    VF v = hn::Mul(hn::LoadU(f, scores + i), times);
     if (cap > 0.0F) v = hn::Mul(hn::Set(f, cap), hn::Tanh(f, hn::Div(v, hn::Set(f, cap))));
-    if (scale <= 0.0F || cap > 0.0F) v = hn::IfThenElse(outside, hn::Set(f, kLowest), v);
+    if (i < first || i + lanes() > end) {
+      const auto before = hn::FirstN(f, static_cast<std::size_t>(std::max<std::int64_t>(first - i, 0)));
+      const auto inside = hn::FirstN(f, static_cast<std::size_t>(std::min(end - i, lanes())));
+      v = hn::IfThenElse(before, lowest, hn::IfThenElse(inside, v, lowest));
+    }
     hn::StoreU(v, f, scores + i);
     largest = hn::Max(largest, v);
+    nan = hn::Or(nan, hn::BitCast(u, hn::VecFromMask(f, hn::IsNaN(v))));
   }
+  if (!hn::AllFalse(u, hn::Ne(nan, hn::Zero(u)))) return std::numeric_limits<float>::quiet_NaN();
   return max_of(largest);
 }
 
@@ -575,7 +570,8 @@ HWY_INLINE VF exp_below(VF x) {
   p = hn::MulAdd(p, r, hn::Set(f, 1.0F));
   const VU power = hn::ShiftLeft<23>(hn::BitCast(u, whole));  // n, in the exponent's place
   const VF value = hn::BitCast(f, hn::Add(hn::BitCast(u, p), power));
-  return hn::IfThenZeroElse(hn::Lt(x, hn::Set(f, -87.3F)), value);
+  // A NaN's own bits would be changed by the power.
+  return hn::IfThenElse(hn::IsNaN(x), x, hn::IfThenZeroElse(hn::Lt(x, hn::Set(f, -87.3F)), value));
 }
 
 float exponentiate(float* scores, std::int64_t count, float max) {
@@ -620,7 +616,7 @@ constexpr ValueLoops kValueLoops{add_values<kType>, pack_values<kType>, deal<kTy
 
 }  // namespace
 
-AttentionMath MathFor() { return {2 * lanes(), kRowBlock, multiply, finish, exponentiate, multiply_row, keep}; }
+AttentionMath MathFor() { return {2 * lanes(), multiply, finish, exponentiate, multiply_row, keep}; }
 
 KeyLoops KeysFor(DType dtype) {
   switch (dtype) {

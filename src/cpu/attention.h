@@ -18,15 +18,15 @@ inline constexpr std::int64_t kPadding = 64;
 constexpr std::int64_t padded(std::int64_t count) { return (count + kPadding - 1) / kPadding * kPadding; }
 
 struct AttentionMath {
-  std::int64_t panel;      ///< columns of a panel; divides kPadding
-  std::int64_t row_block;  ///< rows that a product takes at once: multiples of it are best
+  std::int64_t panel;  ///< columns of a panel; divides kPadding
 
-  /// C [rows, panels × panel] (+)= A [rows, depth] B, with panels `panel_step` floats apart.
+  /// C [rows, panels × panel] = A [rows, depth] B, with panels `panel_step` floats apart.
   void (*multiply)(float* c, std::int64_t c_step, const float* a, std::int64_t a_step, std::int64_t rows,
-                   const float* b, std::int64_t depth, std::int64_t panel_step, std::int64_t panels, bool add);
-  /// Scores [first, end) × scale, soft cap where > 0, −infinity in the rest of `count`; returns the largest.
+                   const float* b, std::int64_t depth, std::int64_t panel_step, std::int64_t panels);
+  /// Scores [first, end) × scale, soft cap where > 0, −infinity in the rest of `count`; returns the largest, NaN where
+  /// one is.
   float (*finish)(float* scores, std::int64_t first, std::int64_t end, std::int64_t count, float scale, float cap);
-  /// exp(score − max) for `count` scores; returns the sum. A NaN stays one.
+  /// exp(score − max) for `count` scores not above max; returns the sum. A NaN stays one.
   float (*exponentiate)(float* scores, std::int64_t count, float max);
   /// x × factor.
   void (*multiply_row)(float* x, std::int64_t count, float factor);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the tests that ask backends' classes against older vLLM releases, their sources beside the installed one's dependencies.
+"""Run the tests that ask backends' classes against older vLLM releases: sources beside the installed dependencies.
 
     python tests/python/old_releases.py [RELEASE ...]
 

@@ -361,3 +361,109 @@ def test_merge_refuses() -> None:
     ):
         with pytest.raises((kv.ArgumentError, kv.DTypeError), match=text):
             kv.merge_states(*args)
+
+
+def test_values_of_their_own_width() -> None:
+    """The plane's width counts, whatever the geometry says: nothing is written behind it."""
+    geometry = kv.Geometry(num_blocks=2, block_size=4, num_kv_heads=1, head_size=8, dtype="f32")
+    for width in (4, 64):
+        layout = kv.layout(f"B N H {{key: D, value: D[{width}]}}", geometry)
+        cache = kv.Cache(np.ones(layout.num_bytes // 4, np.float32), layout)
+        args = (np.ones((1, 1, 8), np.float32), cache, 0, [[0]], [3], [0, 1])
+        assert kv.attention(*args).shape == (1, 1, width)
+        memory = np.full(200, 7, np.float32)
+        with pytest.raises(kv.ArgumentError, match=r"out has shape \[1, 1, 8\]"):
+            kv.attention(*args, out=memory[:8].reshape(1, 1, 8))
+        assert (memory == 7).all()
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0xFFFFFFFF, 0x7F800001])
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("far", [0, 200])
+def test_every_nan_stays_one(bits: int, rows: int, far: float) -> None:
+    """Of keys, values and queries, whatever its payload and weight, with tiles looked at or not."""
+    nan = np.array([bits], np.uint32).view(np.float32)[0]
+    for what in ("key", "value", "query"):
+        batch = Batch([(rows, 40)], heads=1, kv_heads=1, order="B KV N H D")
+        q = batch.q * 0 + 1
+        key, value = batch.cache.key(0), batch.cache.value(0)
+        block, slot = batch.table[0, 3], 2
+        key[batch.table[0, :10]] = 0
+        key[block, slot, 0, 0] = -far
+        if what == "query":
+            q[...] = nan
+        else:
+            (key if what == "key" else value)[block, slot, 0, 3] = nan
+        for more in ({}, {"skip_lambda": 0.01, "tile": (16, 8)}):
+            if more and what == "value" and far:
+                continue  # the tile may be skipped, and is not read then
+            out = kv.attention(q, batch.cache, 0, batch.table, [40], [0, rows], causal=False, scale=1.0, **more)
+            assert np.isnan(out if what != "value" else out[..., 3]).all(), (what, more)
+
+
+def test_windows_beyond_everything() -> None:
+    for lengths in ([(6, 2)], [(3, 9), (1, 50)]):
+        batch = Batch(lengths)
+        for causal in (True, False):
+            expected = batch.attend(causal=causal)
+            for window in (2**63 - 1, 2**62, 1000):
+                np.testing.assert_array_equal(batch.attend(causal=causal, window=window), expected)
+        far = batch.attend(nm=(1, 4), recent=2**63 - 1, sink_tokens=2**63 - 1)
+        np.testing.assert_allclose(far, batch.attend(), rtol=5e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_long_sums(rows: int) -> None:
+    """100,000 equal keys: the mean of their values."""
+    keys = 100_000
+    memory = np.zeros((1, 2, keys, 1, 4), np.float32)
+    memory[:, 1] = 0.1
+    geometry = kv.Geometry(num_blocks=1, block_size=keys, num_kv_heads=1, head_size=4, dtype="f32")
+    cache = kv.Cache(memory, "B KV N H D", geometry=geometry)
+    out = kv.attention(np.zeros((rows, 1, 4), np.float32), cache, 0, [[0]], [keys], [0, rows])
+    np.testing.assert_allclose(out, np.float32(0.1), rtol=1e-5)
+
+
+def test_other_layers_of_one_allocation() -> None:
+    """An output behind the last layer is free; one over another layer is not."""
+    layers, blocks = 2, 3
+    whole = np.zeros(layers * blocks * 64 + 64, np.float32)
+    allocation = whole[:-64].reshape(blocks, layers, 1, 4, 2, 8)
+    geometry = kv.Geometry(num_blocks=blocks, block_size=4, num_kv_heads=1, head_size=8, dtype="f32")
+    q = np.ones((1, 1, 8), np.float32)
+    for layer in range(layers):
+        cache = kv.Cache(allocation[:, layer], "B H N KV D", geometry=geometry)
+        kv.attention(q, cache, 0, [[0]], [2], [0, 1], out=whole[-64:][:8].reshape(1, 1, 8))
+    both = kv.Cache([np.zeros((3, 2, 4, 1, 8), np.float32) for _ in range(2)], "B KV N H D", geometry=geometry)
+    with pytest.raises(kv.ArgumentError, match="overlaps the cache"):
+        kv.attention(q, both, 0, [[0]], [2], [0, 1], out=both.key(1)[0, :1])
+
+
+def test_counters_of_each_sequence() -> None:
+    batch = Batch([(1, 200), (0, 64), (129, 200)], page=16, heads=2)
+    each = batch.attend(skip_lambda=0.5, counters="each")[1]
+    tiles = batch.attend(skip_lambda=0.5, counters="map")[1]
+    for s in range(3):
+        mine = tiles[tiles[:, 0] == s]
+        assert each[s].tolist() == [len(mine), mine[:, 4].sum()]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"counters": np.zeros(2)},
+        {"lse_base": []},
+        {"causal": [[True], [True, False]]},
+        {"causal": np.ones((2, 2), bool)},
+        {"sinks": [np.nan] * 4},
+        {"sinks": [np.inf] * 4},
+        {"scale": np.zeros((9, 9))},
+        {"window": 2**70},
+        {"recent": 2**70},
+    ],
+)
+def test_one_line_for_what_is_no_argument(change: dict[str, Any]) -> None:
+    batch = Batch([(3, 4), (1, 9)])
+    with pytest.raises(kv.Error) as caught:
+        batch.attend(**change)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith("attention: ")

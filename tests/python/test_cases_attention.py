@@ -73,7 +73,7 @@ def test_c23_very_negative_scores() -> None:
 class TestC24:
     """Tiles of two keys, λ = 1e-3, values 1, 2, 30, 40."""
 
-    VALUES = [1, 2, 30, 40]
+    VALUES = (1, 2, 30, 40)
 
     def skip(self, rows: Any, rows_of_tile: int = 4, **options: Any) -> Any:
         return scored(rows, self.VALUES, skip_lambda=1e-3, tile=(rows_of_tile, 2), counters="map", **options)
@@ -116,7 +116,7 @@ class TestC24:
 
     @pytest.mark.parametrize("large", [1, 1.0, 2.0, np.inf, np.nan])
     def test_c24_lambda_of_one_is_refused(self, large: float) -> None:
-        with pytest.raises(kv.ArgumentError, match="skip_lambda is .*must be below 1"):
+        with pytest.raises(kv.ArgumentError, match=r"skip_lambda is .*must be below 1"):
             scored([[1, 2, 3, 4]], self.VALUES, skip_lambda=large)
 
 

@@ -187,7 +187,7 @@ def test_options() -> None:
         ('{"nm": [4, 4]}', "M must be 4 or 8"),
         ('{"nm": [2]}', "expected two whole numbers"),
         ('{"tile": [0, 8]}', "both must be at least 1"),
-        ('{"recent": -1}', "a whole number from 0 on"),
+        ('{"recent": -1}', "a whole number from 0 to"),
         ('{"leave_out": "x"}', "expected a list of patterns"),
     ],
 )

@@ -171,7 +171,7 @@ class KvstrideAttentionImpl(CPUAttentionBackendImpl):
             "window": None if self.sliding_window < 0 else self.sliding_window,
             "soft_cap": float(self.logits_soft_cap),
             "sinks": self._sink_values(),
-            "out": output[:tokens].view(tokens, self.num_heads, -1),
+            "out": output[:tokens].view(tokens, self.num_heads, self.head_size),
         }
         if _ELEMENTS[self.kv_cache_dtype] is not None:
             options |= {"key_scale": layer._k_scale_float, "value_scale": layer._v_scale_float}
@@ -185,7 +185,7 @@ class KvstrideAttentionImpl(CPUAttentionBackendImpl):
 
     def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: KvstrideMetadata, options: Any) -> Any:
         return kvstride.attention(
-            query[: batch.num_actual_tokens].view(batch.num_actual_tokens, self.num_heads, -1),
+            query[: batch.num_actual_tokens].view(batch.num_actual_tokens, self.num_heads, self.head_size),
             self._cache_of(kv_cache),
             0,
             batch.block_table,
@@ -199,15 +199,15 @@ class KvstrideAttentionImpl(CPUAttentionBackendImpl):
     ) -> None:
         o = self._options
         lambdas = np.where(batch.decodes, o.decode.at(batch.longest), o.prefill.at(batch.longest))
-        options |= {"skip_lambda": lambdas, "tile": o.tile, "counters": "map"}
+        options |= {"skip_lambda": lambdas, "tile": o.tile, "counters": "each"}
         options |= {"nm": o.nm, "recent": o.recent, "sink_tokens": o.sink_tokens}
         _, tiles = self._attend(query, kv_cache, batch, options)
-        of_decodes = batch.decodes[tiles[:, 0]]
         for phase, rows, tokens in (
-            ("decode", tiles[of_decodes], batch.num_decode_tokens),
-            ("prefill", tiles[~of_decodes], batch.num_actual_tokens - batch.num_decode_tokens),
+            ("decode", batch.decodes, batch.num_decode_tokens),
+            ("prefill", ~batch.decodes, batch.num_actual_tokens - batch.num_decode_tokens),
         ):
-            counts.add(phase, tokens, len(rows), int(rows[:, 4].sum()))
+            seen, skipped = tiles[rows].sum(0)
+            counts.add(phase, tokens, int(seen), int(skipped))
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor

@@ -12,6 +12,8 @@ from typing import Any
 from kvstride import ArgumentError
 
 VARIABLE = "KVSTRIDE_ATTENTION"
+#: As kvstride.attention has it.
+_MAX_TILE = 4096
 _OFF, _ON = {"", "0", "off", "false"}, {"1", "on", "true"}
 
 
@@ -38,13 +40,16 @@ class Lambda:
         value = _number(given, what)
         if value >= 1:
             raise ArgumentError(f"{VARIABLE}: {what} is {value}, must be below 1")
-        return Lambda(value)
+        return Lambda(max(value, 0.0))
 
     def at(self, length: int) -> float:
         """λ for a batch whose longest sequence has `length` keys; off (0) where it comes out as 1 or more."""
         if self.a == 0:
-            return max(self.value, 0.0)
-        value = self.a * math.exp(self.b * self.target) / max(length, 1)
+            return self.value
+        try:
+            value = self.a * math.exp(self.b * self.target) / max(length, 1)
+        except OverflowError:
+            return 0.0
         return value if value < 1 else 0.0
 
 
@@ -92,6 +97,10 @@ class AttentionOptions:
         )
         if options.nm is not None and (options.nm[1] not in (4, 8) or not 0 < options.nm[0] < options.nm[1]):
             raise ArgumentError(f"{VARIABLE}: nm is {list(options.nm)}, M must be 4 or 8 and N from 1 to M - 1")
+        if max(options.tile) > _MAX_TILE or (options.nm is not None and options.tile[1] % options.nm[1]):
+            raise ArgumentError(
+                f"{VARIABLE}: tile is {list(options.tile)}, expected at most {_MAX_TILE} each, the second a multiple of M"
+            )
         return options
 
     @property
@@ -122,8 +131,8 @@ def _number(value: Any, what: str) -> float:
 
 
 def _whole(value: Any, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ArgumentError(f"{VARIABLE}: {what} is {value!r:.80}, expected a whole number from 0 on")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
+        raise ArgumentError(f"{VARIABLE}: {what} is {value!r:.80}, expected a whole number from 0 to 2^62")
     return value
 
 
