@@ -127,7 +127,7 @@ test-long: test test-pythons ## Too long for every day: other CPythons, older vL
 	python tests/python/old_releases.py
 	for release in $(OFFLOAD_RELEASES); do $(MAKE) test-offload VLLM_RELEASE=$$release ENGINE=.venv-vllm-$$release; done
 	$(MAKE) test-offload
-	KVSTRIDE_REQUIRE_VLLM=1 KVSTRIDE_LONG=1 python -m pytest -q tests/python/test_vllm_serving.py
+	KVSTRIDE_REQUIRE_VLLM=1 KVSTRIDE_LONG=1 python -m pytest -q tests/python/test_vllm_serving.py tests/python/test_vllm_attention.py
 	for seed in 1 2 3 4 5 6 7 8; do python -m pytest -q --hypothesis-seed=$$seed $(RANDOM_TESTS); done
 	$(MAKE) asan tsan
 	$(MAKE) scalar

@@ -99,7 +99,7 @@ class AttentionOptions:
             raise ArgumentError(f"{VARIABLE}: nm is {list(options.nm)}, M must be 4 or 8 and N from 1 to M - 1")
         if max(options.tile) > _MAX_TILE or (options.nm is not None and options.tile[1] % options.nm[1]):
             raise ArgumentError(
-                f"{VARIABLE}: tile is {list(options.tile)}, expected at most {_MAX_TILE} each, the second a multiple of M"
+                f"{VARIABLE}: tile is {list(options.tile)}, at most {_MAX_TILE} each, the second a multiple of M"
             )
         return options
 
