@@ -73,7 +73,7 @@ def to_span(span: Any, what: str) -> tuple[int, int, int] | None:
 
 
 def to_scale(value: Any, what: str) -> float:
-    """One positive number."""
+    """One number."""
     if type(value) is float:
         return value
     numbers = to_floats(value, f"{what} is")

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from . import _core
-from ._args import to_flag, to_floats, to_int, to_numbers, to_size
-from ._ids import to_vector
+from ._args import to_flag, to_floats, to_int, to_numbers, to_scale, to_size
+from ._ids import to_ids, to_vector
 from ._tensor import TensorInfo, empty_like, inspect, is_torch, refuse_masked
 from .blocks import core_of
 from .cache import Cache
@@ -85,7 +85,7 @@ def attention(
     call = _Call(
         "attention", q, cache, block_table, seq_lens, query_start_loc, out, to_flag(return_lse, "attention: return_lse")
     )
-    _, each, _, rows = call.run(
+    each, _, rows = call.run(
         layer,
         _options(call, scale, causal, window, soft_cap, sinks, key_scale, value_scale),
         _floats(skip_lambda, "attention: skip_lambda"),
@@ -138,7 +138,7 @@ def attention_calibrate(
     trials = _floats(thresholds, "attention_calibrate: thresholds")
     if not trials:
         raise ArgumentError("attention_calibrate: no thresholds")
-    total, _, skipped, _ = call.run(
+    each, skipped, _ = call.run(
         layer,
         _options(call, scale, causal, window, soft_cap, sinks, key_scale, value_scale),
         [],
@@ -151,7 +151,7 @@ def attention_calibrate(
         False,
         trials,
     )
-    return call.out, np.array([[total, count] for count in skipped], np.int64)
+    return call.out, np.array([[sum(tiles for tiles, _ in each), count] for count in skipped], np.int64)
 
 
 def merge_states(out1: Any, lse1: Any, out2: Any, lse2: Any, *, lse_base: str = "e") -> tuple[Any, Any]:
@@ -255,11 +255,11 @@ def _options(
     verb = call.verb
     always, each = _causal(causal, verb)
     return (
-        None if scale is None else _float(scale, f"{verb}: scale"),
+        None if scale is None else to_scale(scale, f"{verb}: scale"),
         always,
         each,
         None if window is None else to_size(window, f"{verb}: window"),
-        _float(soft_cap, f"{verb}: soft_cap"),
+        to_scale(soft_cap, f"{verb}: soft_cap"),
         _floats(sinks, f"{verb}: sinks"),
         _floats(key_scale, f"{verb}: key_scale"),
         _floats(value_scale, f"{verb}: value_scale"),
@@ -280,15 +280,6 @@ def _causal(causal: Any, verb: str) -> tuple[bool, list[int]]:
     if values.ndim == 0:
         return bool(values), []
     return True, [int(v) for v in values.reshape(-1)]
-
-
-def _float(value: Any, what: str) -> float:
-    if type(value) is float:
-        return value
-    numbers = to_floats(value, f"{what} is")
-    if len(numbers) != 1:
-        raise DTypeError(f"{what} has {len(numbers)} values, must be one number")
-    return numbers[0]
 
 
 def _floats(value: Any, what: str) -> list[float]:
@@ -345,8 +336,6 @@ def _table(block_table: Any, what: str) -> tuple[tuple[int, bool, int, int, int,
     """The block table where it lies, and what keeps it alive."""
     info = inspect(block_table, what, allow_empty=True) if _has_ids(block_table) else None
     if info is None:
-        from ._ids import to_ids
-
         block_table = to_ids(block_table, what)
         if block_table.size == 0:
             block_table = block_table.reshape(len(block_table), 0)

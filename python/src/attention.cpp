@@ -48,11 +48,9 @@ void bind_attention(nb::module_& m) {
         options.tile_keys = tile[1];
         if (nm) options.keep = KeepNofM{(*nm)[0], (*nm)[1], recent, sink_tokens};
         options.lse_log2 = lse_log2;
-        TileCounters counters;
         std::vector<TileDecision> decisions;
         std::vector<std::int64_t> skipped_at(thresholds.size());
         std::vector<TileCounters> each(counts ? seq_lens.shape(0) : 0);
-        if (counts) options.counters = &counters;
         options.counters_of = each;
         if (maps) options.decisions = &decisions;
         options.thresholds = thresholds;
@@ -71,14 +69,14 @@ void bind_attention(nb::module_& m) {
         }
         std::vector<std::array<std::int64_t, 2>> of_each;
         for (const TileCounters& one : each) of_each.push_back({one.total, one.skipped});
-        return std::make_tuple(counters.total, of_each, skipped_at, map);
+        return std::make_tuple(of_each, skipped_at, map);
       },
       nb::arg("cache"), nb::arg("layer"), nb::arg("query"), nb::arg("out"), nb::arg("lse"), nb::arg("table"),
       nb::arg("seq_lens"), nb::arg("query_start_loc"), nb::arg("scale").none(), nb::arg("causal"), nb::arg("causal_of"),
       nb::arg("window").none(), nb::arg("soft_cap"), nb::arg("sinks"), nb::arg("key_scale"), nb::arg("value_scale"),
       nb::arg("skip_lambda"), nb::arg("tile"), nb::arg("nm").none(), nb::arg("recent"), nb::arg("sink_tokens"),
       nb::arg("lse_log2"), nb::arg("counts"), nb::arg("maps"), nb::arg("thresholds"),
-      "(tiles, [tiles, tiles skipped] of each sequence, skipped at each threshold, [sequence, head, query tile, key "
+      "([tiles, tiles skipped] of each sequence, skipped at each threshold, [sequence, head, query tile, key "
       "tile, skipped])");
   m.def(
       "merge_states",

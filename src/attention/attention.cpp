@@ -31,7 +31,7 @@ int threads_for(const Problem& problem, const std::vector<Item>& items) {
 }
 
 bool same_rows(const Item& a, const Item& b) {
-  return a.part >= 0 && b.part >= 0 &&
+  return a.shared && b.shared &&
          std::tie(a.sequence, a.kv_head, a.first_head, a.first_row) ==
              std::tie(b.sequence, b.kv_head, b.first_head, b.first_row);
 }
@@ -46,7 +46,7 @@ class Wave {
       const bool same = end_ > first && same_rows(items[end_ - 1], items[end_]);
       if (total > kFloats && !same) break;
       starts_.push_back(total);
-      if (items[end_].part >= 0) total += cpu::padded(items[end_].all_rows() * (step_ + 2));
+      if (items[end_].shared) total += cpu::padded(items[end_].all_rows() * (step_ + 2));
       ++end_;
     }
     memory_ = hwy::AllocateAligned<float>(static_cast<std::size_t>(std::max<std::int64_t>(total, 1)));
@@ -56,7 +56,7 @@ class Wave {
   std::size_t end() const noexcept { return end_; }
 
   State of(std::size_t i) const {
-    if (items_[i].part < 0) return {};
+    if (!items_[i].shared) return {};
     float* values = memory_.get() + starts_[i - first_];
     const std::int64_t rows = items_[i].all_rows();
     return {values, values + rows * step_, values + rows * (step_ + 1)};
@@ -65,7 +65,7 @@ class Wave {
   void put_together(const Problem& problem, const Sizes& sizes, float* row) const {
     for (std::size_t i = first_; i < end_;) {
       const std::size_t begin = i++;
-      if (items_[begin].part < 0) continue;
+      if (!items_[begin].shared) continue;
       const State state = of(begin);
       for (; i < end_ && same_rows(items_[begin], items_[i]); ++i) {
         attend::merge(state, of(i), items_[begin].all_rows(), step_);

@@ -7,18 +7,12 @@
 #include <cstring>
 #include <limits>
 
+#include "attention/rows.h"
+
 namespace kvstride::attend {
 namespace {
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
-
-/// Copies elements `stride` apart, or back.
-void copy_strided(std::byte* to, std::int64_t to_stride, const std::byte* from, std::int64_t from_stride,
-                  std::int64_t count, std::int64_t item) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    std::memcpy(to + i * to_stride * item, from + i * from_stride * item, static_cast<std::size_t>(item));
-  }
-}
 
 /// One run of an item.
 class Run {
@@ -66,19 +60,13 @@ class Run {
   void load_query() {
     const TokenTensor& q = problem_.batch.query;
     const std::int64_t item = item_size(q.dtype);
-    const cpu::CastRows cast = cpu::cast_rows(q.dtype, DType::kF32);
     for (std::int64_t h = 0; h < item_.all_heads(); ++h) {
       const std::int64_t head = item_.kv_head * problem_.group + item_.first_head + h;
       for (std::int64_t r = 0; r < item_.rows; ++r) {
         const std::int64_t token = sequence_.query + item_.first_row + r;
         const std::byte* from = q.data + (token * q.strides[0] + head * q.strides[1]) * item;
         float* to = space_.query + row_of(h, r) * sizes_.query_step;
-        if (q.strides[2] != 1 && dim_ > 1) {
-          auto* together = reinterpret_cast<std::byte*>(space_.row);
-          copy_strided(together, 1, from, q.strides[2], dim_, item);
-          from = together;
-        }
-        cast(reinterpret_cast<std::byte*>(to), from, dim_, 1, 0, 1.0F);
+        read_row(to, from, q.dtype, q.strides[2], dim_, reinterpret_cast<std::byte*>(space_.row));
         std::fill(to + dim_, to + sizes_.query_step, 0.0F);
         if (item_.direct) keys_.order(to, dim_);
       }
@@ -350,9 +338,9 @@ Workspace::Workspace(const Problem& problem, const Sizes& sizes) {
 
 void run(const Problem& problem, const Item& item, const Sizes& sizes, Workspace& space, const State& into,
          Findings* findings) {
-  const State& state = item.part < 0 ? space.state : into;
+  const State& state = item.shared ? into : space.state;
   Run(problem, item, sizes, space, state, findings)();
-  if (item.part < 0) write_out(problem, item, sizes, state, space.row);
+  if (!item.shared) write_out(problem, item, sizes, state, space.row);
 }
 
 void write_out(const Problem& problem, const Item& item, const Sizes& sizes, const State& state, float* row) {
@@ -361,7 +349,6 @@ void write_out(const Problem& problem, const Item& item, const Sizes& sizes, con
   const DType dtype = problem.batch.query.dtype;
   const std::int64_t item_bytes = item_size(dtype);
   const std::int64_t dim = problem.values.dim();
-  const cpu::CastRows cast = cpu::cast_rows(DType::kF32, dtype);
   const cpu::ValueLoops loops = cpu::value_loops(problem.values.row_dtype());
   for (std::int64_t h = 0; h < item.all_heads(); ++h) {
     const std::int64_t head = item.kv_head * problem.group + item.first_head + h;
@@ -385,12 +372,7 @@ void write_out(const Problem& problem, const Item& item, const Sizes& sizes, con
       cpu::attention_math().multiply_row(values, sizes.value_step, sum == 0.0F ? 0.0F : factor / sum);
       if (item.direct) loops.order(values, dim);
       std::byte* to = output.out + (token * output.strides[0] + head * output.strides[1]) * item_bytes;
-      if (output.strides[2] == 1 || dim == 1) {
-        cast(to, reinterpret_cast<const std::byte*>(values), dim, 1, 0, 1.0F);
-      } else {
-        cast(reinterpret_cast<std::byte*>(row), reinterpret_cast<const std::byte*>(values), dim, 1, 0, 1.0F);
-        copy_strided(to, output.strides[2], reinterpret_cast<const std::byte*>(row), 1, dim, item_bytes);
-      }
+      write_row(to, values, dtype, output.strides[2], dim, reinterpret_cast<std::byte*>(row));
       if (output.lse == nullptr) continue;
       const double lse = sum == 0.0F ? double{kLowest} : double{top} + std::log(double{sum});
       constexpr double kLog2E = 1.4426950408889634;

@@ -22,8 +22,8 @@ struct Item {
   std::int64_t rows;        ///< of each head
   std::int64_t first_key;
   std::int64_t end_key;
-  std::int64_t part = -1;  ///< where its state goes when several items share the rows; -1: it finishes them itself
-  bool direct = false;     ///< few rows: keys and values are read where they are
+  bool shared = false;  ///< other items have the same rows: it leaves its state instead of finishing them
+  bool direct = false;  ///< few rows: keys and values are read where they are
 
   std::int64_t all_heads() const noexcept { return kv_heads * heads; }
   std::int64_t all_rows() const noexcept { return all_heads() * rows; }
@@ -83,7 +83,7 @@ std::vector<Item> items_of(const Problem& problem, Sizes& sizes);
 /// Keys of a tile of an item.
 std::int64_t tile_keys(const Problem& problem, const Item& item);
 
-/// The rows of an item, finished, or their state at `into` for items with a part.
+/// The rows of an item, finished, or their state at `into` where they are shared.
 void run(const Problem& problem, const Item& item, const Sizes& sizes, Workspace& space, const State& into,
          Findings* findings);
 

@@ -45,12 +45,10 @@ std::vector<Item> items_of(const Problem& problem, Sizes& sizes) {
       }
     }
   };
-  std::int64_t parts = 0;
   for (std::size_t i = 0; i < problem.sequences.size(); ++i) {
     const Sequence& s = problem.sequences[i];
     if (s.rows == 0) continue;
     Item item{};
-    item.part = -1;
     item.sequence = static_cast<std::int64_t>(i);
     item.direct = s.rows * problem.group <= kDirectRows && !s.keep;
     const bool tiled = problem.tiled(s);
@@ -75,18 +73,18 @@ std::vector<Item> items_of(const Problem& problem, Sizes& sizes) {
         add(item);
         continue;
       }
+      item.shared = true;
       // Items that share rows lie behind each other, for each KV head: parts of one KV head and group.
       const std::int64_t together = item.kv_heads;
       for (item.kv_head = 0; item.kv_head < kv_heads; item.kv_head += together) {
         item.kv_heads = std::min(together, kv_heads - item.kv_head);
         for (item.first_key = first; item.first_key < end; item.first_key += each) {
           item.end_key = std::min(end, item.first_key + each);
-          item.part = parts++;
           out.push_back(item);
         }
       }
       item.kv_heads = together;
-      item.part = -1;
+      item.shared = false;
     }
   }
   sizes.query_step = cpu::padded(problem.keys.dim());

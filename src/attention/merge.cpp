@@ -6,7 +6,7 @@
 #include <cstring>
 #include <limits>
 
-#include "cpu/cast.h"
+#include "attention/rows.h"
 #include "kvstride/attention.h"
 #include "kvstride/error.h"
 
@@ -33,18 +33,8 @@ void check(const AttentionState& first, const AttentionState& second) {
   }
 }
 
-/// One row of a head as f32; `room` is for as many elements.
-void read_row(const TokenTensor& tensor, std::int64_t row, std::int64_t head, std::vector<std::byte>& room, float* to) {
-  const std::int64_t item = item_size(tensor.dtype);
-  const std::int64_t count = tensor.shape[2];
-  const std::byte* from = tensor.data + (row * tensor.strides[0] + head * tensor.strides[1]) * item;
-  if (tensor.strides[2] != 1) {
-    for (std::int64_t d = 0; d < count; ++d) {
-      std::memcpy(room.data() + d * item, from + d * tensor.strides[2] * item, static_cast<std::size_t>(item));
-    }
-    from = room.data();
-  }
-  cpu::cast_rows(tensor.dtype, DType::kF32)(reinterpret_cast<std::byte*>(to), from, count, 1, 0, 1.0F);
+const std::byte* row_at(const TokenTensor& tensor, std::int64_t row, std::int64_t head) {
+  return tensor.data + (row * tensor.strides[0] + head * tensor.strides[1]) * item_size(tensor.dtype);
 }
 
 }  // namespace
@@ -57,7 +47,6 @@ void merge_states(const AttentionState& first, const AttentionState& second, con
   const DType dtype = first.out.dtype;
   const std::int64_t item = item_size(dtype);
   const double unit = lse_log2 ? kLn2 : 1.0;
-  const cpu::CastRows cast = cpu::cast_rows(DType::kF32, dtype);
   std::vector<std::byte> room(static_cast<std::size_t>(shape[2] * item));
   std::vector<float> mine(static_cast<std::size_t>(shape[2]));
   std::vector<float> theirs(mine.size());
@@ -71,8 +60,8 @@ void merge_states(const AttentionState& first, const AttentionState& second, con
       const double weight_a = a == double{kLowest} ? 0.0 : std::exp(a - top);
       const double weight_b = b == double{kLowest} ? 0.0 : std::exp(b - top);
       const double sum = weight_a + weight_b;
-      read_row(first.out, r, h, room, mine.data());
-      read_row(second.out, r, h, room, theirs.data());
+      attend::read_row(mine.data(), row_at(first.out, r, h), dtype, first.out.strides[2], shape[2], room.data());
+      attend::read_row(theirs.data(), row_at(second.out, r, h), dtype, second.out.strides[2], shape[2], room.data());
       const auto part_a = static_cast<float>(weight_a == 0.0 ? 0.0 : weight_a / sum);
       const auto part_b = static_cast<float>(weight_b == 0.0 ? 0.0 : weight_b / sum);
       for (std::size_t d = 0; d < mine.size(); ++d) {
@@ -80,14 +69,7 @@ void merge_states(const AttentionState& first, const AttentionState& second, con
         mine[d] = (weight_a == 0.0 ? 0.0F : part_a * mine[d]) + (weight_b == 0.0 ? 0.0F : part_b * theirs[d]);
       }
       std::byte* to = output.out + (r * output.strides[0] + h * output.strides[1]) * item;
-      if (output.strides[2] == 1) {
-        cast(to, reinterpret_cast<const std::byte*>(mine.data()), shape[2], 1, 0, 1.0F);
-      } else {
-        cast(room.data(), reinterpret_cast<const std::byte*>(mine.data()), shape[2], 1, 0, 1.0F);
-        for (std::int64_t d = 0; d < shape[2]; ++d) {
-          std::memcpy(to + d * output.strides[2] * item, room.data() + d * item, static_cast<std::size_t>(item));
-        }
-      }
+      attend::write_row(to, mine.data(), dtype, output.strides[2], shape[2], room.data());
       if (output.lse == nullptr) continue;
       output.lse[index] = sum == 0.0 ? kLowest : static_cast<float>((top + std::log(sum)) / unit);
     }
