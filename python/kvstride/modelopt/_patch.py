@@ -198,17 +198,7 @@ def _flash_forward(plugin: Any) -> Callable[..., Any]:
         resolved = plugin._resolve_forward(self, layer, attn_metadata, output_scale, output_block_scale)
         if resolved is None:
             return native()
-        batch = _Batch(
-            query=query,
-            output=output,
-            block_table=attn_metadata.block_table,
-            seq_lens=attn_metadata.seq_lens,
-            query_start_loc=attn_metadata.query_start_loc,
-            num_tokens=attn_metadata.num_actual_tokens,
-            max_query_len=attn_metadata.max_query_len,
-            max_seq_len=attn_metadata.max_seq_len,
-            causal=attn_metadata.causal,
-        )
+        batch = _Batch.of(query, output, attn_metadata)
         views = _views(self, kv_cache, plugin.FlashAttentionBackend)
         return _dispatch(plugin, self, layer, batch, attn_metadata, views, resolved, native)
 
@@ -242,17 +232,7 @@ def _flashinfer_forward(plugin: Any) -> Callable[..., Any]:
         )
         if resolved is None:
             return native()
-        batch = _Batch(
-            query=query,
-            output=output,
-            block_table=attn_metadata._modelopt_block_table,
-            seq_lens=attn_metadata._modelopt_seq_lens,
-            query_start_loc=attn_metadata._modelopt_query_start_loc,
-            num_tokens=attn_metadata._modelopt_num_actual_tokens,
-            max_query_len=attn_metadata._modelopt_max_query_len,
-            max_seq_len=attn_metadata._modelopt_max_seq_len,
-            causal=attn_metadata._modelopt_causal,
-        )
+        batch = _Batch.of(query, output, attn_metadata, "_modelopt_")
         views = _views(impl, kv_cache, engine.find("vllm.v1.attention.backends.flashinfer:FlashInferBackend"))
         return _dispatch(plugin, impl, layer, batch, attn_metadata, views, resolved, native)
 
@@ -272,6 +252,12 @@ class _Batch:
     max_query_len: int
     max_seq_len: int
     causal: Any
+
+    @staticmethod
+    def of(query: Any, output: Any, metadata: Any, prefix: str = "") -> _Batch:
+        """As the metadata has it, in fields of these names or, where the plug-in attached them, with its prefix."""
+        names = ("block_table", "seq_lens", "query_start_loc", "num_actual_tokens", "max_query_len", "max_seq_len")
+        return _Batch(query, output, *(getattr(metadata, prefix + name) for name in (*names, "causal")))
 
 
 @dataclass(frozen=True)
