@@ -34,7 +34,7 @@ _ELEMENTS = {"auto": None, "fp8": "f8_e4m3", "fp8_e4m3": "f8_e4m3", "fp8_e5m2": 
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
-class KvstrideAttentionBackend(CPUAttentionBackend):
+class KvstrideAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
     """vLLM's CPU backend with other kernels: any block size, any head size, any of the engine's layouts."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
@@ -97,7 +97,7 @@ class KvstrideMetadata:
     num_decode_tokens: int
 
 
-class KvstrideMetadataBuilder(CPUAttentionMetadataBuilder):
+class KvstrideMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     """Batches as `kvstride.attention` takes them; those of encoders stay vLLM's."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -128,7 +128,7 @@ class KvstrideMetadataBuilder(CPUAttentionMetadataBuilder):
         )
 
 
-class KvstrideAttentionImpl(CPUAttentionBackendImpl):
+class KvstrideAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
     """One layer."""
 
     def __init__(self, *args: Any, **named: Any) -> None:

@@ -103,7 +103,7 @@ class Setup:
             raise StoreError(f"kvstride store stat: {error}") from error
         if not done.stdout:
             raise StoreError(done.stderr.strip().removeprefix("kvstride: ") or f"store stat ended by {done.returncode}")
-        return json.loads(done.stdout)  # type: ignore[no-any-return]
+        return json.loads(done.stdout)
 
 
 def size_text(num_bytes: float) -> str:

@@ -56,7 +56,7 @@ def _from_page(rows: np.ndarray, first: int, layout: kv.Layout) -> np.ndarray:
     item = max(_ITEM_BYTES.get(dtype, 1) for dtype in layout.planes.values())
     flat = rows.reshape(-1)[first:]
     flat = flat[: len(flat) // item * item].view(_CARRIERS[item])
-    return natural_view(flat, layout)  # type: ignore[no-any-return]
+    return natural_view(flat, layout)
 
 
 def _namespace(about: Rows, group: Group, layout: kv.Layout) -> kv.Namespace:

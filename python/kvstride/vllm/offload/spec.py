@@ -51,12 +51,12 @@ class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """Metrics of vLLM's tiering and of our tier."""
-        return super().build_metric_definitions(with_tier(extra_config))  # type: ignore[no-any-return]
+        return super().build_metric_definitions(with_tier(extra_config))
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
         """As vLLM 0.33 asks."""
-        return super().config_info_keys(with_tier(extra_config))  # type: ignore[misc, no-any-return]
+        return super().config_info_keys(with_tier(extra_config))
 
     def get_manager(self) -> Any:
         """vLLM's manager. It is the last to map the shared memory, whose name is no longer needed then."""
