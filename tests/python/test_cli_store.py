@@ -602,7 +602,7 @@ def test_convert_leaves_damaged_files_and_says_so(files):
 
 
 def test_convert_interrupted_leaves_every_file_old_or_new(files):
-    count = 1500  # more than are converted before the signal comes, however busy the machine is
+    count = 1500
     for i in range(count):
         files.put(SPACE, key(i))
     old = {path: read_file(path) for path in files.files()}
@@ -615,11 +615,18 @@ def test_convert_interrupted_leaves_every_file_old_or_new(files):
         )
     command = [PROGRAM, "store", "convert", str(files.path), HEX, "--to", "N H L KV D", "--json"]
     inodes = {path: path.stat().st_ino for path in old}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # It stands still while the files are looked at, and yields to this test where the machine is busy.
+    niced = ["nice", "-n", "19", *command]
+    process = subprocess.Popen(niced, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.time() + 30
-    while time.time() < deadline and all(path.stat().st_ino == inode for path, inode in inodes.items()):
-        pass
+    while time.time() < deadline:
+        process.send_signal(signal.SIGSTOP)
+        if any(path.stat().st_ino != inode for path, inode in inodes.items()):
+            break
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.001)
     process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted after" in err and err.count("\n") == 1
     now = {path: read_file(path) for path in old}
