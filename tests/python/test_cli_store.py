@@ -615,9 +615,10 @@ def test_convert_interrupted_leaves_every_file_old_or_new(files):
         )
     command = [PROGRAM, "store", "convert", str(files.path), HEX, "--to", "N H L KV D", "--json"]
     inodes = {path: path.stat().st_ino for path in old}
-    # It stands still while the files are looked at, and yields to this test where the machine is busy.
-    niced = ["nice", "-n", "19", *command]
-    process = subprocess.Popen(niced, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # It stands still while the files are looked at, yields to this test where the machine is busy, and heeds the
+    # signal although a shell may have started this test in the background, where it is ignored.
+    started = ["env", "--default-signal=INT", "nice", "-n", "19", *command]
+    process = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.time() + 30
     while time.time() < deadline:
         process.send_signal(signal.SIGSTOP)
