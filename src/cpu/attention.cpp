@@ -189,7 +189,7 @@ void pack_keys(float* panels, const std::byte* const* keys, std::int64_t count, 
       for (std::int64_t i = 0; i < kPanel; i += 4) {
         const std::int64_t here = std::clamp<std::int64_t>(count - t - i, 0, std::min<std::int64_t>(4, kPanel - i));
         for (std::int64_t r = 0; r < here; ++r) decode_part<kType>(four[r], keys[t + i + r], d, part);
-        if (here < 4) std::fill(four[here], four[4], 0.0F);
+        std::fill(&four[0][0] + here * kPart, &four[0][0] + 4 * kPart, 0.0F);
         float* to = panels + d * kPanel + i;
         std::int64_t j = 0;
         if constexpr (kPanel % 4 == 0) {
@@ -372,12 +372,12 @@ HWY_INLINE void score_block(float* out, std::int64_t out_step, const float* quer
       V4 a = sums_at(k);
       V4 b = sums_at(k + 1);
       V4 c = sums_at(k + 2);
-      V4 d = hn::Zero(four);
-      turn(a, b, c, d);
+      V4 rest = hn::Zero(four);
+      turn(a, b, c, rest);
       hn::StoreU(a, four, out + k);
       hn::StoreU(b, four, out + out_step + k);
       hn::StoreU(c, four, out + 2 * out_step + k);
-      hn::StoreU(d, four, out + 3 * out_step + k);
+      hn::StoreU(rest, four, out + 3 * out_step + k);
     }
     return;
   }
