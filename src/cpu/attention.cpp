@@ -182,21 +182,21 @@ template <DType kType>
 void pack_keys(float* panels, const std::byte* const* keys, std::int64_t count, std::int64_t dim) {
   constexpr std::int64_t kPanel = 2 * lanes();
   constexpr std::int64_t kPart = 64;  // dims at once
-  alignas(64) float four[4][kPart];
+  alignas(64) float rows[4][kPart];
   for (std::int64_t t = 0; t < count; t += kPanel, panels += dim * kPanel) {
     for (std::int64_t d = 0; d < dim; d += kPart) {
       const std::int64_t part = std::min(kPart, dim - d);
       for (std::int64_t i = 0; i < kPanel; i += 4) {
         const std::int64_t here = std::clamp<std::int64_t>(count - t - i, 0, std::min<std::int64_t>(4, kPanel - i));
-        for (std::int64_t r = 0; r < here; ++r) decode_part<kType>(four[r], keys[t + i + r], d, part);
-        std::fill(&four[0][0] + here * kPart, &four[0][0] + 4 * kPart, 0.0F);
+        for (std::int64_t r = 0; r < here; ++r) decode_part<kType>(rows[r], keys[t + i + r], d, part);
+        std::fill(&rows[0][0] + here * kPart, &rows[0][0] + 4 * kPart, 0.0F);
         float* to = panels + d * kPanel + i;
         std::int64_t j = 0;
         if constexpr (kPanel % 4 == 0) {
-          for (; j + 4 <= part; j += 4) turn_four(to + j * kPanel, kPanel, four[0] + j, kPart);
+          for (; j + 4 <= part; j += 4) turn_four(to + j * kPanel, kPanel, rows[0] + j, kPart);
         }
         for (; j < part; ++j) {
-          for (std::int64_t r = 0; r < std::min<std::int64_t>(4, kPanel - i); ++r) to[j * kPanel + r] = four[r][j];
+          for (std::int64_t r = 0; r < std::min<std::int64_t>(4, kPanel - i); ++r) to[j * kPanel + r] = rows[r][j];
         }
       }
     }
