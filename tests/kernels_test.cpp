@@ -58,13 +58,7 @@ Geometry geometry(std::int64_t block_size, std::int64_t heads, std::int64_t dim,
 
 const std::vector<Pair> kPairs{{0, 2}, {2, 1}, {1, 0}};
 
-cpu::Format format_of(DType dtype) {
-  switch (dtype) {
-    case DType::kF16: return cpu::kF16;
-    case DType::kF8E5M2: return cpu::kE5M2;
-    default: return cpu::kE4M3;
-  }
-}
+using cpu::format_of;
 
 float load(const std::byte* from, DType dtype) {
   std::uint32_t bits = 0;

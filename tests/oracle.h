@@ -3,15 +3,31 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "cuda_host.h"
 #include "kvstride/kvstride.h"
 
 namespace kvstride::test {
+
+/// Where the caches of Memory lie. KVSTRIDE_TEST_CUDA=device: on the stand-in's device 0; =mixed: there, on device 1 or
+/// on the host, in turn. The stand-in's device memory is the host's, so that tests look at it as ever.
+inline Device place() {
+  static const std::string mode = [] {
+    const char* given = std::getenv("KVSTRIDE_TEST_CUDA");
+    if (given != nullptr) cuda::set_runtime(new HostRuntime(2));
+    return std::string(given != nullptr ? given : "");
+  }();
+  static std::uint32_t turn = 0;
+  if (mode == "device") return {0};
+  if (mode == "mixed") return {static_cast<int>(turn++ * 5 / 3 % 3) - 1};
+  return {};
+}
 
 /// A layout over buffers of its own, filled with 0xA5 or with random bytes.
 struct Memory {
@@ -33,7 +49,7 @@ struct Memory {
   Cache cache() {
     std::vector<std::byte*> tensors;
     for (auto& buffer : buffers) tensors.push_back(buffer.data());
-    return Cache(std::move(tensors), layout);
+    return Cache(std::move(tensors), layout, false, place());
   }
 
   std::byte* at(const Plane& plane, const Index& index) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "kvstride/device.h"
 #include "kvstride/layout.h"
 
 namespace kvstride {
@@ -17,12 +18,14 @@ class Cache {
  public:
   /// `tensors[layer × parts + part]` points at the byte that the layout calls 0 and has at least
   /// `layout.part_bytes(part)` bytes. Throws Error(kArgument) for a wrong number of tensors, a null pointer, or
-  /// tensors whose elements share bytes (unless the layout allows it and the cache is read-only).
-  Cache(std::vector<std::byte*> tensors, Layout layout, bool read_only = false);
+  /// tensors whose elements share bytes (unless the layout allows it and the cache is read-only). All tensors lie on
+  /// `device`; whether it is there is asked by the first verb.
+  Cache(std::vector<std::byte*> tensors, Layout layout, bool read_only = false, Device device = {});
 
   const Layout& layout() const noexcept { return layout_; }
   const std::vector<std::byte*>& tensors() const noexcept { return tensors_; }
   bool read_only() const noexcept { return read_only_; }
+  Device device() const noexcept { return device_; }
   /// A number that this cache and its copies have, and no other cache in this process.
   std::uint64_t id() const noexcept { return id_; }
 
@@ -30,6 +33,7 @@ class Cache {
   std::vector<std::byte*> tensors_;
   Layout layout_;
   bool read_only_;
+  Device device_;
   std::uint64_t id_;
 };
 

@@ -17,6 +17,7 @@ enum class ErrorCode {
   kBlockIndex,  ///< a block, slot, layer or element index out of range
   kDType,       ///< dtypes that differ or that a verb cannot handle
   kStore,       ///< a store cannot be opened or configured
+  kDevice,      ///< a device that is not there, or a call of the CUDA runtime that failed
 };
 
 /// Thrown by every function of the library that refuses its input. Nothing was written when it is thrown.

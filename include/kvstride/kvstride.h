@@ -7,6 +7,7 @@
 #include "kvstride/cache.h"
 #include "kvstride/cpu.h"
 #include "kvstride/detect.h"
+#include "kvstride/device.h"
 #include "kvstride/dtype.h"
 #include "kvstride/error.h"
 #include "kvstride/geometry.h"

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kvstride/cache.h"
+#include "kvstride/device.h"
 #include "kvstride/layout.h"
 
 namespace kvstride {
@@ -21,6 +22,20 @@ struct Pair {
   std::int64_t src;
   std::int64_t dst;
   bool operator==(const Pair&) const = default;
+};
+
+/// Ids in device memory: int32 or int64, `stride` items apart.
+struct DeviceList {
+  const void* ids = nullptr;
+  std::int64_t item = 8;
+  std::int64_t stride = 1;
+  std::int64_t count = 0;
+};
+
+/// Pairs in device memory; both lists have the same count.
+struct DevicePairs {
+  DeviceList src;
+  DeviceList dst;
 };
 
 /// First index and count.
@@ -83,7 +98,7 @@ class Plan {
   void check() const;
   /// Moves the bytes. Throws Error(kArgument) for a plan of layouts without memory, read-only destinations, or
   /// where a byte that is read meets a byte that is written.
-  void run();
+  void run(const Stream& stream = {});
 
  private:
   std::unique_ptr<plan::Program> program_;

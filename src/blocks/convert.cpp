@@ -61,40 +61,59 @@ void check_same_order(const Cache& src, const Cache& dst) {
   }
 }
 
-std::int64_t convert(const char* verb, const Cache& src, const Cache& dst, std::span<const Pair> pairs,
-                     const PlanOptions& options, std::optional<std::int64_t> null_block,
-                     void (*check)(const Cache&, const Cache&)) {
+/// `bind(program)` gives it its ids.
+template <class Bind>
+void convert(const char* verb, const Cache& src, const Cache& dst, const PlanOptions& options, const Stream& stream,
+             void (*check)(const Cache&, const Cache&), const Bind& bind) {
   plan::BuildOptions build;
   build.plan = options;
   plan::Program program(plan::recipe_for(verb, src, dst, std::move(build), check));
-  const std::int64_t count = program.bind(pairs, null_block);
+  bind(program);
   program.check_memory();
-  program.run();
-  return count;
+  program.run(stream);
+}
+
+PlanOptions only(std::optional<Range> layers) {
+  PlanOptions out;
+  out.layers = layers;
+  return out;
 }
 
 }  // namespace
 
 std::int64_t swap_blocks(const Cache& src, const Cache& dst, std::span<const Pair> pairs, std::optional<Range> layers,
-                         std::optional<std::int64_t> null_block) {
-  PlanOptions options;
-  options.layers = layers;
-  return convert("swap_blocks", src, dst, pairs, options, null_block, check_same_order);
+                         std::optional<std::int64_t> null_block, const Stream& stream) {
+  std::int64_t count = 0;
+  convert("swap_blocks", src, dst, only(layers), stream, check_same_order,
+          [&](plan::Program& program) { count = program.bind(pairs, null_block); });
+  return count;
+}
+
+void swap_blocks(const Cache& src, const Cache& dst, const DevicePairs& pairs, std::optional<Range> layers,
+                 const Stream& stream) {
+  convert("swap_blocks", src, dst, only(layers), stream, check_same_order,
+          [&](plan::Program& program) { program.bind_device(pairs); });
 }
 
 std::int64_t convert_blocks(const Cache& src, const Cache& dst, std::span<const Pair> pairs, const PlanOptions& options,
-                            std::optional<std::int64_t> null_block) {
-  return convert("convert_blocks", src, dst, pairs, options, null_block, nullptr);
+                            std::optional<std::int64_t> null_block, const Stream& stream) {
+  std::int64_t count = 0;
+  convert("convert_blocks", src, dst, options, stream, nullptr,
+          [&](plan::Program& program) { count = program.bind(pairs, null_block); });
+  return count;
+}
+
+void convert_blocks(const Cache& src, const Cache& dst, const DevicePairs& pairs, const PlanOptions& options,
+                    const Stream& stream) {
+  convert("convert_blocks", src, dst, options, stream, nullptr,
+          [&](plan::Program& program) { program.bind_device(pairs); });
 }
 
 void convert_tokens(const Cache& src, const Cache& dst, std::span<const std::int64_t> src_blocks,
-                    std::span<const std::int64_t> dst_blocks, RangePair tokens, const PlanOptions& options) {
-  plan::BuildOptions build;
-  build.plan = options;
-  plan::Program program(plan::recipe_for("convert_blocks", src, dst, std::move(build)));
-  program.bind_tokens(src_blocks, dst_blocks, tokens);
-  program.check_memory();
-  program.run();
+                    std::span<const std::int64_t> dst_blocks, RangePair tokens, const PlanOptions& options,
+                    const Stream& stream) {
+  convert("convert_blocks", src, dst, options, stream, nullptr,
+          [&](plan::Program& program) { program.bind_tokens(src_blocks, dst_blocks, tokens); });
 }
 
 }  // namespace kvstride

@@ -8,6 +8,7 @@
 #include <array>
 #include <cstring>
 
+#include "cuda/run.h"
 #include "kvstride/blocks.h"
 #include "kvstride/error.h"
 #include "layout/internal.h"
@@ -17,9 +18,7 @@ namespace kvstride {
 namespace {
 
 using plan::Entry;
-using plan::Loop;
 using plan::Nest;
-using plan::Side;
 using plan::Strand;
 
 using Entries = std::pmr::vector<Entry>;
@@ -103,12 +102,34 @@ void run_ordered(const Nest& nest, const Entries& entries) {
 
 }  // namespace
 
-std::int64_t copy_blocks(const Cache& cache, std::span<const Pair> pairs, std::optional<Range> layers,
-                         std::optional<std::int64_t> null_block) {
+namespace {
+
+std::shared_ptr<const plan::Recipe> copy_recipe(const Cache& cache, std::optional<Range> layers) {
   if (cache.read_only()) throw Error(ErrorCode::kArgument, "copy_blocks: the cache is read-only");
   plan::BuildOptions build;
   build.plan.layers = layers;
-  plan::Program program(plan::recipe_for("copy_blocks", cache, cache, std::move(build)));
+  return plan::recipe_for("copy_blocks", cache, cache, std::move(build));
+}
+
+std::shared_ptr<const plan::Recipe> zero_recipe(const Cache& cache) {
+  if (cache.read_only()) throw Error(ErrorCode::kArgument, "zero_blocks: the cache is read-only");
+  plan::BuildOptions build;
+  build.ids_name = "ids";
+  build.src_name = build.dst_name = "cache";
+  return plan::recipe_for("zero_blocks", cache, cache, std::move(build));
+}
+
+}  // namespace
+
+void copy_blocks(const Cache& cache, const DevicePairs& pairs, std::optional<Range> layers, const Stream& stream) {
+  plan::Program program(copy_recipe(cache, layers));
+  program.bind_device(pairs);
+  program.run(stream);
+}
+
+std::int64_t copy_blocks(const Cache& cache, std::span<const Pair> pairs, std::optional<Range> layers,
+                         std::optional<std::int64_t> null_block, const Stream& stream) {
+  plan::Program program(copy_recipe(cache, layers));
   const std::int64_t count = program.bind(pairs, null_block);  // checks all of them, also those that do nothing
   // A pair (b, b) keeps b, so another pair must not write it; bind() refused that. Reading b is free.
   if (std::any_of(pairs.begin(), pairs.end(), [](const Pair& pair) { return pair.src == pair.dst; })) {
@@ -116,6 +137,10 @@ std::int64_t copy_blocks(const Cache& cache, std::span<const Pair> pairs, std::o
     std::copy_if(pairs.begin(), pairs.end(), std::back_inserter(moving),
                  [](const Pair& pair) { return pair.src != pair.dst; });
     program.bind(moving, null_block);
+  }
+  if (!cache.device().on_host()) {
+    cuda::copy_inside(program, stream);
+    return count;
   }
   for (const plan::Bound& bound : program.bound()) {
     const Entries& entries = bound.entries;
@@ -132,19 +157,20 @@ std::int64_t copy_blocks(const Cache& cache, std::span<const Pair> pairs, std::o
   return count;
 }
 
-void zero_blocks(const Cache& cache, std::span<const std::int64_t> ids, std::optional<std::int64_t> null_block) {
-  if (cache.read_only()) throw Error(ErrorCode::kArgument, "zero_blocks: the cache is read-only");
-  plan::BuildOptions build;
-  build.ids_name = "ids";
-  build.src_name = build.dst_name = "cache";
-  plan::Program program(plan::recipe_for("zero_blocks", cache, cache, std::move(build)));
+void zero_blocks(const Cache& cache, const DeviceList& ids, const Stream& stream) {
+  plan::Program program(zero_recipe(cache));
+  program.bind_device({ids, ids});
+  program.zero(stream);
+}
+
+void zero_blocks(const Cache& cache, std::span<const std::int64_t> ids, std::optional<std::int64_t> null_block,
+                 const Stream& stream) {
+  plan::Program program(zero_recipe(cache));
   std::vector<Pair> pairs;
   pairs.reserve(ids.size());
   for (const std::int64_t id : ids) pairs.push_back({id, id});
   program.bind(pairs, null_block);
-  program.walk([](Side, Side dst, const Loop* loops, std::size_t num, const Strand&, std::int64_t run) {
-    cpu::zero(reinterpret_cast<std::byte*>(dst.byte), loops, num, run);
-  });
+  program.zero(stream);
 }
 
 std::vector<std::int64_t> expand_block_ids(std::span<const std::int64_t> ids, std::int64_t ratio) {

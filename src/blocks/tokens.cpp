@@ -30,7 +30,8 @@ Cache source_of(const char* plane, const TokenTensor& tensor) {
   const std::string text = fmt::format("{}: {}{}{}{}", plane, term("N", geometry.block_size, tensor.strides[0]),
                                        term("H", tensor.shape[1], tensor.strides[1]),
                                        term("D", tensor.shape[2], tensor.strides[2]), name_of(tensor.dtype));
-  return Cache({reinterpret_cast<std::byte*>(kAnywhere)}, Layout(text, geometry, Overlap::kAllowed), true);
+  return Cache({reinterpret_cast<std::byte*>(kAnywhere)}, Layout(text, geometry, Overlap::kAllowed), true,
+               tensor.device);
 }
 
 /// source_of(), kept for later calls with tensors of the same strides.
@@ -46,7 +47,7 @@ std::shared_ptr<const Cache> kept_source(const char* plane, TokenTensor tensor) 
   const std::lock_guard lock(plan::kept_lock());
   for (const Kept& one : kept) {
     if (one.plane == plane && one.tensor.dtype == tensor.dtype && one.tensor.shape == tensor.shape &&
-        one.tensor.strides == tensor.strides) {
+        one.tensor.strides == tensor.strides && one.tensor.device == tensor.device) {
       return one.cache;
     }
   }
@@ -69,12 +70,21 @@ plan::BuildOptions slot_options() {
   return out;
 }
 
-void move_dense(const char* verb, const Cache& src, const Cache& dst, std::span<const std::int64_t> src_slots,
-                std::span<const std::int64_t> dst_slots) {
+/// `bind(program)` gives it its slots.
+template <class Bind>
+void move_dense(const char* verb, const Cache& src, const Cache& dst, const Stream& stream, const Bind& bind) {
   plan::Program program(std::make_shared<plan::Recipe>(verb, plan::end_of(src), plan::end_of(dst), slot_options()));
-  program.bind_slots(src_slots, dst_slots);
+  bind(program);
   program.check_memory();
-  program.run();
+  program.run(stream);
+}
+
+/// How many tokens a `dense` cache has has to be checked here, where nobody looks at the slots.
+void check_count(const char* verb, const Cache& dense, const DeviceList& slots) {
+  const Geometry& geometry = dense.layout().geometry();
+  if (geometry.num_blocks * geometry.block_size >= slots.count) return;
+  throw Error(ErrorCode::kArgument,
+              fmt::format("{}: {} slots for {} tokens", verb, slots.count, geometry.num_blocks * geometry.block_size));
 }
 
 }  // namespace
@@ -95,16 +105,33 @@ Layout dense_layout(const Layout& layout, std::int64_t num_tokens) {
   return Layout(text, geometry);
 }
 
-void gather_tokens(const Cache& cache, std::span<const std::int64_t> slots, const Cache& dense) {
-  move_dense("gather_tokens", cache, dense, slots, {});
+void gather_tokens(const Cache& cache, std::span<const std::int64_t> slots, const Cache& dense, const Stream& stream) {
+  move_dense("gather_tokens", cache, dense, stream, [&](plan::Program& program) { program.bind_slots(slots, {}); });
 }
 
-void scatter_tokens(const Cache& cache, std::span<const std::int64_t> slots, const Cache& dense) {
-  move_dense("scatter_tokens", dense, cache, {}, slots);
+void gather_tokens(const Cache& cache, const DeviceList& slots, const Cache& dense, const Stream& stream) {
+  check_count("gather_tokens", dense, slots);
+  move_dense("gather_tokens", cache, dense, stream,
+             [&](plan::Program& program) { program.bind_device_slots(&slots, nullptr); });
 }
 
-void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key, const TokenTensor& value,
-                  std::span<const std::int64_t> slot_mapping, float key_scale, float value_scale) {
+void scatter_tokens(const Cache& cache, std::span<const std::int64_t> slots, const Cache& dense, const Stream& stream) {
+  move_dense("scatter_tokens", dense, cache, stream, [&](plan::Program& program) { program.bind_slots({}, slots); });
+}
+
+void scatter_tokens(const Cache& cache, const DeviceList& slots, const Cache& dense, const Stream& stream) {
+  check_count("scatter_tokens", dense, slots);
+  move_dense("scatter_tokens", dense, cache, stream,
+             [&](plan::Program& program) { program.bind_device_slots(nullptr, &slots); });
+}
+
+namespace {
+
+/// Both verbs: `count` slots, which `bind(program)` gives to a program; `check_slots` says whether any is to be
+/// written.
+template <class Check, class Bind>
+void write(const Cache& cache, std::int64_t layer, const TokenTensor& key, const TokenTensor& value, std::int64_t count,
+           float key_scale, float value_scale, const Stream& stream, const Check& check_slots, const Bind& bind) {
   if (cache.read_only()) throw Error(ErrorCode::kArgument, "write_tokens: the cache is read-only");
   const Layout& layout = cache.layout();
   const Plane& key_plane = layout.plane("key");
@@ -115,11 +142,11 @@ void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key
   }
   const auto check = [&](const char* name, const TokenTensor& tensor, const Plane& plane) {
     const bool fits = tensor.shape[1] == plane.extent(Axis::kHead) && tensor.shape[2] == plane.extent(Axis::kDim);
-    if (!fits || tensor.shape[0] < static_cast<std::int64_t>(slot_mapping.size())) {
-      throw Error(ErrorCode::kArgument,
-                  fmt::format("write_tokens: {} has shape [{}, {}, {}], expected [at least {}, {}, {}]", name,
-                              tensor.shape[0], tensor.shape[1], tensor.shape[2], slot_mapping.size(),
-                              plane.extent(Axis::kHead), plane.extent(Axis::kDim)));
+    if (!fits || tensor.shape[0] < count) {
+      throw Error(
+          ErrorCode::kArgument,
+          fmt::format("write_tokens: {} has shape [{}, {}, {}], expected [at least {}, {}, {}]", name, tensor.shape[0],
+                      tensor.shape[1], tensor.shape[2], count, plane.extent(Axis::kHead), plane.extent(Axis::kDim)));
     }
     if (tensor.dtype != plane.dtype && (!is_castable(tensor.dtype) || is_f8(tensor.dtype) || !is_f8(plane.dtype))) {
       throw Error(ErrorCode::kDType, fmt::format("write_tokens: {} is {}, the cache holds {}", name,
@@ -128,19 +155,14 @@ void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key
     for (const std::int64_t stride : tensor.strides) {
       if (stride < 0) throw Error(ErrorCode::kArgument, fmt::format("write_tokens: {} has a negative stride", name));
     }
+    if (!(tensor.device == key.device)) {
+      throw Error(ErrorCode::kArgument, fmt::format("write_tokens: key lies on {}, {} on {}", name_of(key.device), name,
+                                                    name_of(tensor.device)));
+    }
   };
   check("key", key, key_plane);
   check("value", value, value_plane);
-  const std::int64_t num_slots = layout.geometry().num_blocks * layout.geometry().block_size;
-  for (std::size_t i = 0; i < slot_mapping.size(); ++i) {
-    if (slot_mapping[i] >= num_slots) {
-      throw Error(
-          ErrorCode::kBlockIndex,
-          fmt::format(
-              "write_tokens: slot {} in slot_mapping[{}] is outside the cache (num_blocks {} × block_size {} is {})",
-              slot_mapping[i], i, layout.geometry().num_blocks, layout.geometry().block_size, num_slots));
-    }
-  }
+  const bool any = check_slots();
   const auto check_scale = [](const char* name, float scale) {
     if (!(scale > 0.0F) || scale > 3.0e38F) {
       throw Error(ErrorCode::kArgument,
@@ -158,7 +180,7 @@ void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key
   check_use("key_scale", key_scale, key.dtype, key_plane.dtype);
   check_use("value_scale", value_scale, value.dtype, value_plane.dtype);
 
-  if (std::none_of(slot_mapping.begin(), slot_mapping.end(), [](std::int64_t slot) { return slot >= 0; })) return;
+  if (!any) return;
   const auto program_for = [&](const char* name, const TokenTensor& tensor, const Plane& plane, float scale) {
     plan::BuildOptions build = slot_options();
     build.planes = {name};
@@ -168,14 +190,45 @@ void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key
     if (is_f8(plane.dtype) && tensor.dtype != plane.dtype) build.plan.scales[name] = {scale};
     const std::shared_ptr<const Cache> source = kept_source(name, tensor);
     auto program = std::make_unique<plan::Program>(plan::recipe_for("write_tokens", *source, cache, std::move(build)));
-    program->place_source(tensor.data, span_of_tokens(tensor, static_cast<std::int64_t>(slot_mapping.size())));
-    program->bind_slots({}, slot_mapping, true);
+    program->place_source(tensor.data, span_of_tokens(tensor, count));
+    bind(*program);
     return program;
   };
   const auto keys = program_for("key", key, key_plane, key_scale);
   const auto values = program_for("value", value, value_plane, value_scale);
   plan::Program::check_memory_of({keys.get(), values.get()});
-  plan::Program::run_all({keys.get(), values.get()});
+  plan::Program::run_all({keys.get(), values.get()}, stream);
+}
+
+}  // namespace
+
+void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key, const TokenTensor& value,
+                  std::span<const std::int64_t> slot_mapping, float key_scale, float value_scale,
+                  const Stream& stream) {
+  const Geometry& geometry = cache.layout().geometry();
+  const std::int64_t num_slots = geometry.num_blocks * geometry.block_size;
+  const auto check_slots = [&] {
+    for (std::size_t i = 0; i < slot_mapping.size(); ++i) {
+      if (slot_mapping[i] >= num_slots) {
+        throw Error(
+            ErrorCode::kBlockIndex,
+            fmt::format(
+                "write_tokens: slot {} in slot_mapping[{}] is outside the cache (num_blocks {} × block_size {} is {})",
+                slot_mapping[i], i, geometry.num_blocks, geometry.block_size, num_slots));
+      }
+    }
+    return std::any_of(slot_mapping.begin(), slot_mapping.end(), [](std::int64_t slot) { return slot >= 0; });
+  };
+  write(cache, layer, key, value, static_cast<std::int64_t>(slot_mapping.size()), key_scale, value_scale, stream,
+        check_slots, [&](plan::Program& program) { program.bind_slots({}, slot_mapping, true); });
+}
+
+void write_tokens(const Cache& cache, std::int64_t layer, const TokenTensor& key, const TokenTensor& value,
+                  const DeviceList& slot_mapping, float key_scale, float value_scale, const Stream& stream) {
+  write(
+      cache, layer, key, value, slot_mapping.count, key_scale, value_scale, stream,
+      [&] { return slot_mapping.count > 0; },
+      [&](plan::Program& program) { program.bind_device_slots(nullptr, &slot_mapping, true); });
 }
 
 }  // namespace kvstride

@@ -24,7 +24,7 @@ namespace {
 /// any sign.
 template <DType kType>
 HWY_INLINE VU encode_vector(VF value, VU original) {
-  constexpr Format kFormat = format_of<kType>();
+  constexpr Format kFormat = cpu::format_of(kType);
   constexpr int kShift = 23 - kFormat.mantissa;
   const VU no_sign = hn::Set(u, ~kSign);
   const auto is_nan = hn::Gt(hn::And(original, no_sign), hn::Set(u, kInfinity));

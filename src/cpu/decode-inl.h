@@ -43,23 +43,12 @@ const T* as(const std::byte* p) {
 constexpr std::uint32_t kSign = 0x80000000U;
 constexpr std::uint32_t kInfinity = 0x7F800000U;
 
-template <DType kType>
-constexpr Format format_of() {
-  switch (kType) {
-    case DType::kF16: return kF16;
-    case DType::kF8E5M2: return kE5M2;
-    case DType::kF8E4M3Fnuz: return kE4M3Fnuz;
-    case DType::kF8E5M2Fnuz: return kE5M2Fnuz;
-    default: return kE4M3;
-  }
-}
-
 constexpr std::size_t item_of(DType dtype) { return dtype == DType::kF32 ? 4 : is_f8(dtype) ? 1 : 2; }
 
 /// decode() of numbers.h, a vector at a time.
 template <DType kType>
 HWY_INLINE VF decode_vector(VU bits) {
-  constexpr Format kFormat = format_of<kType>();
+  constexpr Format kFormat = cpu::format_of(kType);
   const VU sign_bit = hn::Set(u, 1U << (kFormat.bits - 1));
   const VU magnitude = hn::AndNot(sign_bit, bits);
   const VU low = hn::And(magnitude, hn::Set(u, (1U << kFormat.mantissa) - 1));

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "cuda/host_device.h"
 #include "kvstride/dtype.h"
 
 namespace kvstride::cpu {
@@ -23,18 +24,29 @@ struct Format {
   int bits;
 };
 
-inline constexpr Format kF16{10, -14, 65504.0F, false, false, 0x7E00, 0x7C00, 16};
-inline constexpr Format kE4M3{3, -6, 448.0F, false, true, 0x7F, 0, 8};
-inline constexpr Format kE5M2{2, -14, 57344.0F, false, true, 0x7F, 0x7C, 8};
-inline constexpr Format kE4M3Fnuz{3, -7, 240.0F, true, true, 0x80, 0, 8};
-inline constexpr Format kE5M2Fnuz{2, -15, 57344.0F, true, true, 0x80, 0, 8};
+/// The format of f16 or one of the f8 kinds.
+KVSTRIDE_HD constexpr Format format_of(DType type) {
+  switch (type) {
+    case DType::kF16: return {10, -14, 65504.0F, false, false, 0x7E00, 0x7C00, 16};
+    case DType::kF8E5M2: return {2, -14, 57344.0F, false, true, 0x7F, 0x7C, 8};
+    case DType::kF8E4M3Fnuz: return {3, -7, 240.0F, true, true, 0x80, 0, 8};
+    case DType::kF8E5M2Fnuz: return {2, -15, 57344.0F, true, true, 0x80, 0, 8};
+    default: return {3, -6, 448.0F, false, true, 0x7F, 0, 8};
+  }
+}
+
+inline constexpr Format kF16 = format_of(DType::kF16);
+inline constexpr Format kE4M3 = format_of(DType::kF8E4M3);
+inline constexpr Format kE5M2 = format_of(DType::kF8E5M2);
+inline constexpr Format kE4M3Fnuz = format_of(DType::kF8E4M3Fnuz);
+inline constexpr Format kE5M2Fnuz = format_of(DType::kF8E5M2Fnuz);
 
 /// 2^exponent, exact for the exponents used here.
-constexpr float power_of_two(int exponent) {
+KVSTRIDE_HD constexpr float power_of_two(int exponent) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(exponent + 127) << 23);
 }
 
-inline std::uint32_t encode(const Format& format, float value) {
+KVSTRIDE_HD inline std::uint32_t encode(const Format& format, float value) {
   const std::uint32_t sign_bit = 1U << (format.bits - 1);
   const bool negative = std::signbit(value);
   if (std::isnan(value)) return format.fnuz ? format.nan : format.nan | (negative ? sign_bit : 0);
@@ -61,7 +73,7 @@ inline std::uint32_t encode(const Format& format, float value) {
   return sign | out;
 }
 
-inline float decode(const Format& format, std::uint32_t bits) {
+KVSTRIDE_HD inline float decode(const Format& format, std::uint32_t bits) {
   const std::uint32_t sign_bit = 1U << (format.bits - 1);
   const bool negative = (bits & sign_bit) != 0;
   const std::uint32_t magnitude = bits & (sign_bit - 1);
@@ -81,12 +93,14 @@ inline float decode(const Format& format, std::uint32_t bits) {
   return negative ? -value : value;
 }
 
-inline std::uint16_t to_bf16(float value) {
+KVSTRIDE_HD inline std::uint16_t to_bf16(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   if (std::isnan(value)) return static_cast<std::uint16_t>((bits >> 16) | 0x40);
   return static_cast<std::uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
-inline float from_bf16(std::uint16_t bits) { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
+KVSTRIDE_HD inline float from_bf16(std::uint16_t bits) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+}
 
 }  // namespace kvstride::cpu

@@ -56,8 +56,8 @@ PlaneView plane_view(const Layout& layout, std::string_view name, std::int64_t l
   return out;
 }
 
-Cache::Cache(std::vector<std::byte*> tensors, Layout layout, bool read_only)
-    : tensors_(std::move(tensors)), layout_(std::move(layout)), read_only_(read_only) {
+Cache::Cache(std::vector<std::byte*> tensors, Layout layout, bool read_only, Device device)
+    : tensors_(std::move(tensors)), layout_(std::move(layout)), read_only_(read_only), device_(device) {
   static std::atomic<std::uint64_t> next{1};
   id_ = next.fetch_add(1, std::memory_order_relaxed);
   if (static_cast<std::int64_t>(tensors_.size()) != layout_.num_tensors()) {

@@ -45,9 +45,9 @@ std::map<std::int64_t, std::int64_t> Plan::sizes() const { return program_->size
 
 void Plan::check() const { program_->check_memory(); }
 
-void Plan::run() {
+void Plan::run(const Stream& stream) {
   program_->check_memory();
-  program_->run();
+  program_->run(stream);
 }
 
 }  // namespace kvstride

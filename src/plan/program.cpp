@@ -10,6 +10,7 @@
 #include "cpu/copy.h"
 #include "cpu/environment.h"
 #include "cpu/pool.h"
+#include "cuda/run.h"
 #include "kvstride/error.h"
 #include "kvstride/threads.h"
 
@@ -20,6 +21,7 @@ Program::Program(std::shared_ptr<const Recipe> recipe)
 
 /// Forgets what is bound, and gives its memory back.
 void Program::clear() {
+  device_ids_.reset();
   {
     std::pmr::vector<Bound> none(&memory_);
     bound_.swap(none);
@@ -201,6 +203,49 @@ void Program::bind_slots(std::span<const std::int64_t> src_slots, std::span<cons
   }
 }
 
+namespace {
+
+cuda::DeviceIds ids_from(const DeviceList& list, std::int64_t limit) {
+  return {list.ids, list.item, list.stride, limit};
+}
+
+}  // namespace
+
+void Program::bind_device(const DevicePairs& pairs) {
+  clear();
+  if (src_.geometry().block_size != dst_.geometry().block_size) {
+    throw Error(ErrorCode::kLayout,
+                fmt::format("{}: block_size is {} in the source and {} in the destination", recipe_->verb(),
+                            src_.geometry().block_size, dst_.geometry().block_size));
+  }
+  if (pairs.src.count == 0) return;
+  cuda::IdSources sources;
+  sources.src = ids_from(pairs.src, recipe_->src_blocks());
+  sources.dst = ids_from(pairs.dst, recipe_->dst_blocks());
+  device_ids_ = DeviceEntries{&recipe_->nest(src_.geometry().block_size, 0, 0), pairs.src.count, sources};
+}
+
+void Program::bind_device_slots(const DeviceList* src_slots, const DeviceList* dst_slots, bool skip_negative) {
+  clear();
+  for (const PlanePair& pair : recipe_->planes()) {
+    if (pair.whole_only && src_.geometry().block_size * dst_.geometry().block_size > 1) {
+      throw Error(ErrorCode::kArgument,
+                  fmt::format("{}: plane '{}' moves with whole blocks only", recipe_->verb(), pair.src->name));
+    }
+  }
+  const std::int64_t count = src_slots != nullptr ? src_slots->count : dst_slots->count;
+  if (count == 0) return;
+  const auto side = [&](const DeviceList* list, std::int64_t blocks, std::int64_t block_size) {
+    return ids_from(list != nullptr ? *list : DeviceList{}, blocks * block_size);
+  };
+  cuda::IdSources sources;
+  sources.src = side(src_slots, recipe_->src_blocks(), src_.geometry().block_size);
+  sources.dst = side(dst_slots, recipe_->dst_blocks(), dst_.geometry().block_size);
+  sources.are_slots = true;
+  sources.skip_negative = skip_negative;
+  device_ids_ = DeviceEntries{&recipe_->nest(1, 0, 0), count, sources};
+}
+
 void Program::place_source(const std::byte* at, std::int64_t bytes) {
   const auto address = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(at));
   shift_ = address - static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(recipe_->src_tensors().front()));
@@ -379,9 +424,22 @@ void Program::run_part(Part part, bool stream) const {
   if (stream) cpu::fence();
 }
 
-void Program::run() const { run_all({this}); }
+void Program::run(const Stream& stream) const { run_all({this}, stream); }
 
-void Program::run_all(std::initializer_list<const Program*> programs) {
+void Program::run_here(bool past_caches) const {
+  if (!recipe_->on_host()) return cuda::run({this}, {});
+  run_part({0, num_bytes()}, past_caches);
+}
+
+void Program::zero(const Stream& stream) const {
+  if (!recipe_->on_host()) return cuda::zero(*this, stream);
+  walk([](Side, Side dst, const Loop* loops, std::size_t num, const Strand&, std::int64_t run) {
+    cpu::zero(reinterpret_cast<std::byte*>(dst.byte), loops, num, run);
+  });
+}
+
+void Program::run_all(std::initializer_list<const Program*> programs, const Stream& on) {
+  if (!(*programs.begin())->recipe_->on_host()) return cuda::run(programs, on);
   constexpr std::int64_t kShare = std::int64_t{1} << 19;  // bytes below which a thread is not worth waking
   constexpr std::int64_t kPart = std::int64_t{1} << 18;   // bytes of one part: threads that start late take fewer
   std::int64_t bytes = 0;

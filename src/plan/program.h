@@ -13,6 +13,8 @@
 #include <span>
 #include <vector>
 
+#include "cuda/table.h"
+#include "kvstride/device.h"
 #include "plan/memory.h"
 #include "plan/recipe.h"
 #include "plan/walk.h"
@@ -23,6 +25,13 @@ namespace kvstride::plan {
 struct Bound {
   const Nest* nest;
   std::pmr::vector<Entry> entries;
+};
+
+/// Ids that only a device knows: their number, and the nest for one of them.
+struct DeviceEntries {
+  const Nest* nest;
+  std::int64_t count;
+  cuda::IdSources sources;
 };
 
 /// Ids are checked when they are bound, memory by check_memory(); run() checks nothing. Few ids need no heap.
@@ -40,6 +49,11 @@ class Program {
   void bind_slots(std::span<const std::int64_t> src_slots, std::span<const std::int64_t> dst_slots,
                   bool skip_negative = false);
 
+  /// Ids in the memory of the device on which both caches lie: pairs of blocks, or slots on either side. They are
+  /// checked where they are used: what names nothing is left out and reported later, what is given twice is not seen.
+  void bind_device(const DevicePairs& pairs);
+  void bind_device_slots(const DeviceList* src_slots, const DeviceList* dst_slots, bool skip_negative = false);
+
   /// For a recipe whose source is one tensor: it lies here, up to `bytes` from there.
   void place_source(const std::byte* at, std::int64_t bytes);
   /// The same for memory that nobody else can name, of a recipe that was made for tensors from `nominal` on: all of
@@ -56,14 +70,19 @@ class Program {
   /// The same for programs that are run as one.
   static void check_memory_of(std::initializer_list<const Program*> programs);
   /// Runs all entries of all nests; no checks.
-  void run() const;
-  /// The same on the calling thread only; `stream`: past the caches.
-  void run_here(bool stream) const { run_part({0, num_bytes()}, stream); }
+  void run(const Stream& stream = {}) const;
+  /// The same on the calling thread only, and done when it returns; `past_caches`: written past them.
+  void run_here(bool past_caches) const;
   /// Several programs as one: large ones go past the caches, and are split over threads by bytes.
-  static void run_all(std::initializer_list<const Program*> programs);
+  static void run_all(std::initializer_list<const Program*> programs, const Stream& stream = {});
+  /// Zeroes what run() would write.
+  void zero(const Stream& stream = {}) const;
 
   std::span<const Bound> bound() const { return {bound_.data(), bound_.size()}; }
   const Recipe& recipe() const { return *recipe_; }
+  const std::optional<DeviceEntries>& device_ids() const { return device_ids_; }
+  std::int64_t source_shift() const { return shift_; }
+  std::int64_t destination_shift() const { return dst_shift_; }
 
   /// All groups of copies; see walk.h.
   template <class Sink>
@@ -94,6 +113,7 @@ class Program {
   std::int64_t shift_ = 0;          ///< of the source
   std::int64_t dst_shift_ = 0;      ///< of the destination
   std::optional<Interval> placed_;  ///< where the source lies
+  std::optional<DeviceEntries> device_ids_;
   std::array<std::byte, 1024> few_;
   std::pmr::monotonic_buffer_resource memory_{few_.data(), few_.size()};
   std::pmr::vector<Bound> bound_{&memory_};

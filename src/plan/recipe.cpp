@@ -76,6 +76,8 @@ Recipe::Recipe(const char* verb, End src, End dst, BuildOptions options)
     src_tensors_ = src.cache->tensors();
     dst_tensors_ = dst.cache->tensors();
     read_only_ = dst.cache->read_only();
+    src_device_ = src.cache->device();
+    dst_device_ = dst.cache->device();
     std::vector<Interval> reads;
     std::vector<Interval> writes;
     hulls(src_, src_tensors_, reads);

@@ -139,6 +139,9 @@ class Recipe {
   const std::vector<std::byte*>& dst_tensors() const { return dst_tensors_; }
   bool has_memory() const { return has_memory_; }
   bool read_only() const { return read_only_; }
+  Device src_device() const { return src_device_; }
+  Device dst_device() const { return dst_device_; }
+  bool on_host() const { return src_device_.on_host() && dst_device_.on_host(); }
   /// Whether the memory of the two sides has no byte in common, whatever the ids are.
   bool apart() const { return apart_; }
   /// Pieces that the nests hold. Read with kept_lock() held.
@@ -154,6 +157,8 @@ class Recipe {
   std::vector<std::byte*> dst_tensors_;
   bool has_memory_ = false;
   bool read_only_ = false;
+  Device src_device_;
+  Device dst_device_;
   bool apart_ = false;
   BuildOptions options_;
   std::vector<PlanePair> planes_;
