@@ -212,6 +212,12 @@ bool uneven(const Hints& hints) {
   return hints.value_head_size && hints.head_size && *hints.value_head_size != *hints.head_size;
 }
 
+/// The sizes as a part of its own sees them: in a value's, D is the value's head size.
+Sizes seen_by(const Part& part, Sizes sizes, const Hints& hints) {
+  if (uneven(hints) && part.name.rfind("value", 0) == 0) sizes["D"] = *hints.value_head_size;
+  return sizes;
+}
+
 Geometry to_geometry(const Sizes& sizes, const Hints& hints, const Order& order, const TensorShape& tensor) {
   const auto get = [&](const char* name) {
     const auto found = sizes.find(name);
@@ -241,7 +247,10 @@ std::optional<Layout> fit_grouped(const Order& order, const std::vector<Grouping
   std::vector<std::vector<Atom>> atoms;
   for (std::size_t p = 0; p < parts.size(); ++p) {
     atoms.push_back(atoms_of(parts[p].body, !uneven(hints)));
-    if (!solve(atoms[p], groupings[p], tensors[p], given, sizes)) return std::nullopt;
+    Sizes seen = seen_by(parts[p], sizes, hints);
+    if (!solve(atoms[p], groupings[p], tensors[p], seen_by(parts[p], given, hints), seen)) return std::nullopt;
+    if (uneven(hints)) seen["D"] = *hints.head_size;
+    sizes = std::move(seen);
   }
   const Geometry geometry = to_geometry(sizes, hints, order, tensors[0]);
   if (!uneven(hints) && geometry.value_head_size.value_or(geometry.head_size) != geometry.head_size)
@@ -253,7 +262,8 @@ std::optional<Layout> fit_grouped(const Order& order, const std::vector<Grouping
       if (!atoms[p].empty() && atoms[p].back().kind == Atom::kContent) {
         content = content_bytes(*atoms[p].back().section, geometry);
       }
-      if (!place_strides(atoms[p], groupings[p], tensors[p], sizes, tensors[p].item_size, content)) {
+      if (!place_strides(atoms[p], groupings[p], tensors[p], seen_by(parts[p], sizes, hints), tensors[p].item_size,
+                         content)) {
         return std::nullopt;
       }
       mirror(parts[p].body);

@@ -746,3 +746,18 @@ def test_scales_of_write_tokens_are_never_dropped() -> None:
     assert not memory.view(torch.uint8).any()
     kv.write_tokens(cache, 0, same, same, [0])
     assert (memory[0, :, 0].float() == 4.0).all()
+
+
+@pytest.mark.parametrize("blocks, tokens, heads", [(3, 4, 2), (1, 4, 1), (1, 1, 1)])
+def test_a_value_tensor_has_the_value_head_size(blocks, tokens, heads):
+    """Found by fuzzing: it was taken with the key's, so that a view of it ended behind its memory."""
+    sizes = kv.Geometry(
+        num_blocks=blocks, block_size=tokens, num_kv_heads=heads, head_size=6, value_head_size=10, dtype="i8"
+    )
+    key, value, short = (np.zeros((blocks, tokens, heads, dim), np.int8) for dim in (6, 10, 6))
+    for order in ("key: B N H D | value: B N H D", "key: B N H D | value: H N B D"):
+        turned = value if "H N B" not in order else np.ascontiguousarray(value.transpose(2, 1, 0, 3))
+        cache = kv.Cache((key, turned), order, geometry=sizes)
+        assert cache.value().shape == (blocks, tokens, heads, 10) and cache.key().shape[-1] == 6
+        with pytest.raises(kv.LayoutError, match="does not fit"):
+            kv.Cache((key, short if turned is value else short.transpose(2, 1, 0, 3).copy()), order, geometry=sizes)
