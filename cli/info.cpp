@@ -6,6 +6,7 @@
 #include "commands.h"
 #include "json.h"
 #include "kvstride/cpu.h"
+#include "kvstride/device.h"
 #include "kvstride/registry.h"
 #include "kvstride/version.h"
 
@@ -13,11 +14,15 @@ namespace kvstride::cli {
 Outcome run_info(const Options& options) {
   const std::vector<std::string> targets = instruction_sets();
   if (options.json) {
-    return {dump({{"version", version()}, {"cpu", targets}, {"cuda", cuda_built()}, {"layouts", registry().size()}}),
+    return {dump({{"version", version()},
+                  {"cpu", targets},
+                  {"cuda", cuda_built()},
+                  {"cuda_status", cuda_status()},
+                  {"layouts", registry().size()}}),
             "", kDone};
   }
   return {fmt::format("version  {}\ncpu      {}\ncuda     {}\nlayouts  {}\n", version(), fmt::join(targets, " "),
-                      cuda_built() ? "yes" : "no", registry().size()),
+                      cuda_status(), registry().size()),
           "", kDone};
 }
 

@@ -17,10 +17,14 @@ namespace kvstride::test {
 
 /// Where the caches of Memory lie. KVSTRIDE_TEST_CUDA=device: on the stand-in's device 0; =mixed: there, on device 1 or
 /// on the host, in turn. The stand-in's device memory is the host's, so that tests look at it as ever.
+inline HostRuntime* shared_runtime() {
+  static HostRuntime* made = std::getenv("KVSTRIDE_TEST_CUDA") != nullptr ? new HostRuntime(2) : nullptr;
+  return made;
+}
 inline Device place() {
   static const std::string mode = [] {
     const char* given = std::getenv("KVSTRIDE_TEST_CUDA");
-    if (given != nullptr) cuda::set_runtime(new HostRuntime(2));
+    if (given != nullptr) cuda::set_runtime(shared_runtime());
     return std::string(given != nullptr ? given : "");
   }();
   static std::uint32_t turn = 0;

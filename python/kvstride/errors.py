@@ -51,6 +51,10 @@ class DTypeError(Error, TypeError):
     """Dtypes that differ or that a verb cannot handle."""
 
 
+class DeviceError(Error, RuntimeError):
+    """A device that is not there, or a call of the CUDA runtime that failed."""
+
+
 class StoreError(Error, OSError):
     """A store cannot be opened or configured."""
 

@@ -116,7 +116,8 @@ void bind_blocks(nb::module_& m) {
       .def_prop_ro("num_bytes", &Plan::num_bytes)
       .def_prop_ro("sizes", &Plan::sizes)
       .def("check", &Plan::check, nb::call_guard<GilReleased>())
-      .def("run", &Plan::run, nb::call_guard<GilReleased>());
+      .def(
+          "run", [](Plan& self) { self.run(); }, nb::call_guard<GilReleased>());
 
   m.def(
       "copy_blocks",

@@ -17,6 +17,7 @@ const char* class_of(ErrorCode code) {
     case ErrorCode::kBlockIndex: return "BlockIndexError";
     case ErrorCode::kDType: return "DTypeError";
     case ErrorCode::kStore: return "StoreError";
+    case ErrorCode::kDevice: return "DeviceError";
   }
   return "Error";
 }

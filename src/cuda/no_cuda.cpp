@@ -10,7 +10,7 @@ bool cuda_built() noexcept { return false; }
 namespace cuda {
 
 Runtime* make_runtime(std::string* why) {
-  *why = "this build of kvstride has no CUDA";
+  *why = "not built";
   return nullptr;
 }
 

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <deque>
 #include <optional>
+#include <string_view>
 
 #include "cpu/copy.h"
 #include "cpu/pool.h"
@@ -294,9 +295,18 @@ Strip entries_of(const Strip& strip, const Wanted& wanted) {
   return out;
 }
 
-}  // namespace
+/// What the runtime answers is the verb's error.
+template <class Work>
+void named(const char* verb, const Work& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kDevice || std::string_view(error.what()).starts_with(verb)) throw;
+    throw Error(ErrorCode::kDevice, fmt::format("{}: {}", verb, error.what()));
+  }
+}
 
-void run(std::initializer_list<const plan::Program*> programs, const Stream& stream) {
+void run_named(std::initializer_list<const plan::Program*> programs, const Stream& stream) {
   const plan::Program& first = **programs.begin();
   const char* verb = first.recipe().verb();
   const Device src = first.recipe().src_device();
@@ -326,7 +336,7 @@ void run(std::initializer_list<const plan::Program*> programs, const Stream& str
   if (by_ids && !stream.given) on.wait_for_faults();
 }
 
-void zero(const plan::Program& program, const Stream& stream) {
+void zero_named(const plan::Program& program, const Stream& stream) {
   OnDevice on(program.recipe().verb(), program.recipe().dst_device(), stream);
   Lowering lowering;
   if (program.device_ids()) lowering.set_ids(program.device_ids()->sources);
@@ -336,8 +346,7 @@ void zero(const plan::Program& program, const Stream& stream) {
   if (program.device_ids() && !stream.given) on.wait_for_faults();
 }
 
-void copy_inside(const plan::Program& program, const Stream& stream) {
-  if (program.device_ids()) return run({&program}, stream);
+void copy_named(const plan::Program& program, const Stream& stream) {
   OnDevice on(program.recipe().verb(), program.recipe().dst_device(), stream);
   // Entries whose source another one overwrites go through a buffer: piece by piece of a block, all of them at once.
   for (const plan::Bound& bound : program.bound()) {
@@ -374,6 +383,20 @@ void copy_inside(const plan::Program& program, const Stream& stream) {
     }
   }
   if (!stream.given) on.finish();
+}
+
+}  // namespace
+
+void run(std::initializer_list<const plan::Program*> programs, const Stream& stream) {
+  named((*programs.begin())->recipe().verb(), [&] { run_named(programs, stream); });
+}
+
+void zero(const plan::Program& program, const Stream& stream) {
+  named(program.recipe().verb(), [&] { zero_named(program, stream); });
+}
+
+void copy_inside(const plan::Program& program, const Stream& stream) {
+  named(program.recipe().verb(), [&] { copy_named(program, stream); });
 }
 
 }  // namespace kvstride::cuda
