@@ -12,13 +12,22 @@ struct alignas(16) Sixteen {
   std::uint64_t low, high;
 };
 
+/// Caches lie in global memory, which an address of unknown kind does not say.
+template <class T>
+KVSTRIDE_HD T* global(std::int64_t address) {
+  auto* out = reinterpret_cast<T*>(address);
+#ifdef __CUDA_ARCH__
+  __builtin_assume(__isGlobal(out));
+#endif
+  return out;
+}
 template <class T>
 KVSTRIDE_HD T load(std::int64_t address) {
-  return *reinterpret_cast<const T*>(address);
+  return *global<const T>(address);
 }
 template <class T>
 KVSTRIDE_HD void store(std::int64_t address, T value) {
-  *reinterpret_cast<T*>(address) = value;
+  *global<T>(address) = value;
 }
 
 /// Addresses of a row.
