@@ -217,7 +217,9 @@ TEST_F(Cuda, FaultsOfAStreamAreReportedByALaterCall) {
 TEST_F(Cuda, EveryCallMayFailAndTheNextVerbWorks) {
   const std::vector<Pair> pairs = reversed(24);
   int failures = 0;
-  for (const auto& [from, to] : {std::pair{0, 0}, {-1, 0}, {0, -1}, {1, 0}}) {
+  for (const auto& places : {std::pair{0, 0}, {-1, 0}, {0, -1}, {1, 0}}) {
+    const int from = places.first;  // clang 14 captures no structured bindings
+    const int to = places.second;
     for (int at = 0;; ++at) {
       Memory src(Layout("B KV N H D", large()), 1);
       Memory dst(Layout("B KV H N D", large()), 2);
