@@ -23,5 +23,5 @@ target_sources(kvstride PRIVATE src/cuda/cudart.cpp src/cuda/kernels.cu)
 set_source_files_properties(src/cuda/kernels.cu PROPERTIES COMPILE_OPTIONS
   "--expt-relaxed-constexpr;-fmad=false;$<$<BOOL:${KVSTRIDE_WERROR}>:-Werror=all-warnings>")
 target_include_directories(kvstride SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
-target_link_libraries(kvstride PRIVATE $<BUILD_INTERFACE:CUDA::cudart_static>)
+target_link_libraries(kvstride PRIVATE CUDA::cudart_static)
 set(KVSTRIDE_HAS_CUDA TRUE)
