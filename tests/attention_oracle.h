@@ -28,12 +28,7 @@ inline double decode_element(DType dtype, const std::byte* from) {
     return cpu::decode(cpu::kF16, bits);
   }
   const auto bits = static_cast<std::uint32_t>(*from);
-  switch (dtype) {
-    case DType::kF8E5M2: return cpu::decode(cpu::kE5M2, bits);
-    case DType::kF8E4M3Fnuz: return cpu::decode(cpu::kE4M3Fnuz, bits);
-    case DType::kF8E5M2Fnuz: return cpu::decode(cpu::kE5M2Fnuz, bits);
-    default: return cpu::decode(cpu::kE4M3, bits);
-  }
+  return cpu::decode(cpu::format_of(dtype), bits);
 }
 
 /// For numbers that the type holds exactly.
@@ -47,11 +42,7 @@ inline void encode_element(DType dtype, std::byte* to, float value) {
     const auto bits = static_cast<std::uint16_t>(cpu::encode(cpu::kF16, value));
     std::memcpy(to, &bits, 2);
   } else {
-    const cpu::Format& format = dtype == DType::kF8E5M2       ? cpu::kE5M2
-                                : dtype == DType::kF8E4M3Fnuz ? cpu::kE4M3Fnuz
-                                : dtype == DType::kF8E5M2Fnuz ? cpu::kE5M2Fnuz
-                                                              : cpu::kE4M3;
-    *to = static_cast<std::byte>(cpu::encode(format, value));
+    *to = static_cast<std::byte>(cpu::encode(cpu::format_of(dtype), value));
   }
 }
 

@@ -144,11 +144,7 @@ std::int64_t copy_blocks(const Cache& cache, std::span<const Pair> pairs, std::o
   }
   for (const plan::Bound& bound : program.bound()) {
     const Entries& entries = bound.entries;
-    const auto is_written = [&](std::int64_t slot) {
-      return std::binary_search(entries.begin(), entries.end(), Entry{0, slot},
-                                [](const Entry& a, const Entry& b) { return a.dst < b.dst; });
-    };
-    if (std::any_of(entries.begin(), entries.end(), [&](const Entry& entry) { return is_written(entry.src); })) {
+    if (std::any_of(entries.begin(), entries.end(), [&](const Entry& entry) { return bound.overwrites(entry.src); })) {
       run_ordered(*bound.nest, entries);
     } else {
       program.run();

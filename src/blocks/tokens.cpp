@@ -79,14 +79,6 @@ void move_dense(const char* verb, const Cache& src, const Cache& dst, const Stre
   program.run(stream);
 }
 
-/// How many tokens a `dense` cache has has to be checked here, where nobody looks at the slots.
-void check_count(const char* verb, const Cache& dense, const DeviceList& slots) {
-  const Geometry& geometry = dense.layout().geometry();
-  if (geometry.num_blocks * geometry.block_size >= slots.count) return;
-  throw Error(ErrorCode::kArgument,
-              fmt::format("{}: {} slots for {} tokens", verb, slots.count, geometry.num_blocks * geometry.block_size));
-}
-
 }  // namespace
 
 Layout dense_layout(const Layout& layout, std::int64_t num_tokens) {
@@ -110,7 +102,6 @@ void gather_tokens(const Cache& cache, std::span<const std::int64_t> slots, cons
 }
 
 void gather_tokens(const Cache& cache, const DeviceList& slots, const Cache& dense, const Stream& stream) {
-  check_count("gather_tokens", dense, slots);
   move_dense("gather_tokens", cache, dense, stream,
              [&](plan::Program& program) { program.bind_device_slots(&slots, nullptr); });
 }
@@ -120,7 +111,6 @@ void scatter_tokens(const Cache& cache, std::span<const std::int64_t> slots, con
 }
 
 void scatter_tokens(const Cache& cache, const DeviceList& slots, const Cache& dense, const Stream& stream) {
-  check_count("scatter_tokens", dense, slots);
   move_dense("scatter_tokens", dense, cache, stream,
              [&](plan::Program& program) { program.bind_device_slots(nullptr, &slots); });
 }

@@ -131,6 +131,11 @@ void forget() {
 
 }  // namespace
 
+int threads_for(std::int64_t bytes) {
+  constexpr std::int64_t kShare = std::int64_t{1} << 19;  // bytes below which a thread is not worth waking
+  return static_cast<int>(std::clamp<std::int64_t>(bytes / kShare, 1, num_threads()));
+}
+
 void parallel_for(int threads, int count, const std::function<void(int)>& work) {
   if (threads > 1 && count > 1 && !busy.exchange(true, std::memory_order_acquire)) {
     Pool* mine = pool.load();

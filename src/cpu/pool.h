@@ -2,6 +2,7 @@
 // A small pool of threads that wait for work.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 
 namespace kvstride::cpu {
@@ -10,5 +11,8 @@ namespace kvstride::cpu {
 /// another call is using the pool, or after a fork in a child whose parent had one, everything runs on the calling
 /// thread or on a new pool: callers never wait for each other. `work` must not throw.
 void parallel_for(int threads, int count, const std::function<void(int)>& work);
+
+/// Threads that a call which writes so many bytes is worth: at most num_threads(), at least one.
+int threads_for(std::int64_t bytes);
 
 }  // namespace kvstride::cpu

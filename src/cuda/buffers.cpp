@@ -24,7 +24,6 @@ struct Buffer {
   std::size_t bytes = 0;
   EventHandle event = nullptr;
   bool kept = true;      ///< one of the pool's; larger ones are freed after their work
-  bool marked = false;   ///< the event says when its work is done
   bool watched = false;  ///< its first bytes are a Fault
   std::string verb;
   std::string ids_name;
@@ -143,10 +142,7 @@ Lease::Lease(Runtime& runtime, int device, StreamHandle stream, std::size_t byte
       } else {
         oldest = pool.waiting.front();
       }
-      if (buffer_ != nullptr) {
-        buffer_->marked = false;
-        return;
-      }
+      if (buffer_ != nullptr) return;
     }
     runtime.finish(device, oldest->event);
   }
@@ -156,12 +152,13 @@ Lease::Lease(Lease&& other) noexcept
     : runtime_(other.runtime_),
       device_(other.device_),
       stream_(other.stream_),
-      buffer_(std::exchange(other.buffer_, nullptr)) {}
+      buffer_(std::exchange(other.buffer_, nullptr)),
+      marked_(other.marked_) {}
 
 Lease::~Lease() {
   if (buffer_ == nullptr) return;
   try {
-    mark();
+    if (!marked_) mark();
   } catch (const Error&) {
     return;  // nobody knows when its work is done: it is not used again
   }
@@ -173,7 +170,10 @@ Lease::~Lease() {
 std::byte* Lease::pinned() const { return buffer_->pinned; }
 std::byte* Lease::device() const { return buffer_->device; }
 
-void Lease::mark() { runtime_->record(device_, buffer_->event, stream_); }
+void Lease::mark() {
+  runtime_->record(device_, buffer_->event, stream_);
+  marked_ = true;
+}
 void Lease::finish() { runtime_->finish(device_, buffer_->event); }
 
 void Lease::watch(const char* verb, const char* ids_name, std::int64_t src_limit, std::int64_t dst_limit) {

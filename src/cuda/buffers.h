@@ -23,7 +23,7 @@ class Lease {
 
   std::byte* pinned() const;
   std::byte* device() const;
-  /// Marks the work so far; finish() waits for it.
+  /// Marks the work with the buffer, all of which is on the stream now; finish() waits for it.
   void mark();
   void finish();
   /// The buffer's first bytes are a Fault that the device has written back by the time the lease's work is done;
@@ -35,6 +35,7 @@ class Lease {
   int device_;
   StreamHandle stream_;
   Buffer* buffer_;
+  bool marked_ = false;
 };
 
 /// A point of a stream that others wait for.

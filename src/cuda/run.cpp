@@ -8,36 +8,33 @@
 #include <array>
 #include <cstring>
 #include <deque>
-#include <optional>
-#include <string_view>
+#include <string>
+#include <vector>
 
 #include "cpu/copy.h"
 #include "cpu/pool.h"
 #include "cuda/buffers.h"
 #include "cuda/lower.h"
 #include "kvstride/error.h"
-#include "kvstride/threads.h"
 
 namespace kvstride::cuda {
 namespace {
 
 constexpr std::int64_t kDirectBytes = 8192;  ///< runs from here on are copied by the device's own copy engine
 
-Runtime& needed_runtime(const char* verb, Device device) {
+Runtime& needed_runtime(Device device) {
   std::string why;
   Runtime* found = runtime(&why);
-  if (found == nullptr) throw Error(ErrorCode::kDevice, fmt::format("{}: {}: {}", verb, name_of(device), why));
+  if (found == nullptr) throw Error(ErrorCode::kDevice, fmt::format("{}: {}", name_of(device), why));
   return *found;
 }
 
 /// A stream of one device while a verb puts work on it.
 class OnDevice {
  public:
-  OnDevice(const char* verb, Device device, const Stream& stream)
-      : runtime_(needed_runtime(verb, device)), device_(device.cuda), verb_(verb) {
+  OnDevice(Device device, const Stream& stream) : runtime_(needed_runtime(device)), device_(device.cuda) {
     if (device_ >= runtime_.num_devices()) {
-      throw Error(ErrorCode::kDevice,
-                  fmt::format("{}: {}: there are {} devices", verb, name_of(device), runtime_.num_devices()));
+      throw Error(ErrorCode::kDevice, fmt::format("{}: there are {} devices", name_of(device), runtime_.num_devices()));
     }
     report_faults(runtime_, device_, false);
     stream_ = stream.given ? stream.handle : own_stream(runtime_, device_);
@@ -56,7 +53,8 @@ class OnDevice {
     runtime_.wait(device_, stream_, mark.event());
   }
 
-  void launch(const Lowering& lowering, const plan::Program* ids_of = nullptr) {
+  /// `recipe`: whose ids they are, where only the device knows them.
+  void launch(const Lowering& lowering, const plan::Recipe* recipe = nullptr) {
     if (lowering.empty()) return;
     const std::size_t bytes = lowering.size();
     if (bytes <= kInlineBytes && !lowering.has_ids()) {
@@ -77,7 +75,7 @@ class OnDevice {
     copy(std::array{Copy{there, here, static_cast<std::int64_t>(kFaultBytes + bytes)}});
     runtime_.launch(device_, table, nullptr, 0, stream_);
     if (!lowering.has_ids()) return;
-    room.watch(verb_, ids_of->recipe().options().ids_name, table.src_ids.limit, table.dst_ids.limit);
+    room.watch(recipe->verb(), recipe->options().ids_name, table.src_ids.limit, table.dst_ids.limit);
     copy(std::array{Copy{here, there, sizeof(Fault)}});
   }
 
@@ -86,7 +84,6 @@ class OnDevice {
  private:
   Runtime& runtime_;
   int device_;
-  const char* verb_;
   StreamHandle stream_ = nullptr;
 };
 
@@ -133,12 +130,17 @@ class Direct {
   std::vector<Copy> copies_;
 };
 
+void copy_runs(const Strip& strip, OnDevice& on) {
+  Direct runs(on);
+  runs.add(strip);
+  runs.flush();
+}
+
 /// A strip between two pieces of host memory, on several threads.
 void run_on_host(const Strip& strip) {
-  constexpr std::int64_t kShare = std::int64_t{1} << 19;  // bytes below which a thread is not worth waking
   const auto starts = static_cast<std::int64_t>(strip.starts.size());
   const std::int64_t groups = strip.groups();
-  const auto threads = static_cast<int>(std::clamp<std::int64_t>(strip.bytes() / kShare, 1, num_threads()));
+  const int threads = cpu::threads_for(strip.bytes());
   const auto parts = static_cast<int>(std::min<std::int64_t>(groups, threads == 1 ? 1 : 4 * threads));
   const auto part = [&](int i) {
     for (std::int64_t group = groups * i / parts; group < groups * (i + 1) / parts; ++group) {
@@ -153,14 +155,14 @@ void run_on_host(const Strip& strip) {
   cpu::parallel_for(threads, parts, part);
 }
 
-/// Calls `use(part)` for parts of a strip that pack into so many bytes.
+/// Calls `use(part)` for parts of a strip that pack into a buffer.
 template <class Use>
-void in_waves(Strip strip, std::int64_t bytes, bool by_source, const Use& use) {
+void in_waves(Strip strip, bool by_source, const Use& use) {
+  constexpr auto kBytes = static_cast<std::int64_t>(kBufferBytes);
   const std::int64_t item = by_source && strip.cast.active ? item_size(strip.cast.src) : strip.run;
-  const auto packed = [&](std::int64_t of_destination) { return of_destination / strip.run * item; };
-  split_groups(strip, bytes / item * strip.run);
+  split_groups(strip, kBytes / item * strip.run);
   const auto num_starts = static_cast<std::int64_t>(strip.starts.size());
-  const std::int64_t groups = std::max<std::int64_t>(bytes / packed(strip.group_bytes()), 1);
+  const std::int64_t groups = std::max<std::int64_t>(kBytes / (strip.group_bytes() / strip.run * item), 1);
   const std::int64_t starts = std::min(groups, num_starts);
   const std::int64_t entries = std::max<std::int64_t>(groups / starts, 1);
   for (std::int64_t entry = 0; entry < strip.entries(); entry += entries) {
@@ -171,43 +173,42 @@ void in_waves(Strip strip, std::int64_t bytes, bool by_source, const Use& use) {
   }
 }
 
+/// Between two memories: long runs are copied as they are, by `on`; `use(wave)` is for what has to be packed.
+template <class Use>
+void transfer(const std::vector<Strip>& strips, OnDevice& on, bool by_source, const Use& use) {
+  Direct direct(on);
+  for (const Strip& strip : strips) {
+    if (!strip.cast.active && strip.run >= kDirectBytes) {
+      direct.add(strip);
+    } else {
+      in_waves(strip, by_source, use);
+    }
+  }
+  direct.flush();
+}
+
 Lowering lowered(Strip strip) {
   Lowering out;
   out.add(std::move(strip));
   return out;
 }
 
-std::int64_t packed_bytes(const Packed& packed, bool by_source) {
-  // The half that does not convert has the packed memory's type.
-  return (by_source ? packed.in : packed.out).bytes();
-}
-
 std::int64_t address(const std::byte* at) { return reinterpret_cast<std::int64_t>(at); }
 
 /// Host memory to a device.
 void upload(const std::vector<Strip>& strips, OnDevice& on) {
-  Direct direct(on);
-  for (const Strip& strip : strips) {
-    if (!strip.cast.active && strip.run >= kDirectBytes) {
-      direct.add(strip);
-      continue;
+  transfer(strips, on, true, [&](const Strip& wave) {
+    Lease room = on.lease(kBufferBytes);
+    const std::int64_t there = address(room.device());
+    Packed packed = pack(wave, address(room.pinned()), there, true);
+    if (packed.in.run >= kDirectBytes) {
+      copy_runs(pack(wave, there, there, true).in, on);
+    } else {
+      run_on_host(packed.in);
+      on.copy(std::array{Copy{there, address(room.pinned()), packed.bytes}});
     }
-    in_waves(strip, kBufferBytes, true, [&](const Strip& wave) {
-      Lease room = on.lease(kBufferBytes);
-      Packed packed = pack(wave, address(room.device()), true);
-      if (packed.in.run >= kDirectBytes) {
-        Direct runs(on);
-        runs.add(packed.in);
-        runs.flush();
-      } else {
-        const Packed staged = pack(wave, address(room.pinned()), true);
-        run_on_host(staged.in);
-        on.copy(std::array{Copy{address(room.device()), address(room.pinned()), packed_bytes(staged, true)}});
-      }
-      on.launch(lowered(std::move(packed.out)));
-    });
-  }
-  direct.flush();
+    on.launch(lowered(std::move(packed.out)));
+  });
 }
 
 /// A device to host memory. What needs the host's help is done before this returns.
@@ -224,54 +225,32 @@ void download(const std::vector<Strip>& strips, OnDevice& on) {
     pending.pop_front();
   };
   constexpr std::size_t kAhead = 2;  // waves on their way while one is unpacked
-  Direct direct(on);
-  for (const Strip& strip : strips) {
-    if (!strip.cast.active && strip.run >= kDirectBytes) {
-      direct.add(strip);
-      continue;
-    }
-    in_waves(strip, kBufferBytes, false, [&](const Strip& wave) {
-      Lease room = on.lease(kBufferBytes);
-      Packed packed = pack(wave, address(room.device()), false);
-      on.launch(lowered(std::move(packed.in)));
-      if (packed.out.run >= kDirectBytes) {
-        Direct runs(on);
-        runs.add(packed.out);
-        runs.flush();
-        return;
-      }
-      Packed staged = pack(wave, address(room.pinned()), false);
-      on.copy(std::array{Copy{address(room.pinned()), address(room.device()), packed_bytes(staged, false)}});
-      room.mark();
-      pending.push_back({std::move(room), std::move(staged.out)});
-      if (pending.size() > kAhead) take();
-    });
-  }
-  direct.flush();
+  transfer(strips, on, false, [&](const Strip& wave) {
+    Lease room = on.lease(kBufferBytes);
+    const std::int64_t there = address(room.device());
+    Packed packed = pack(wave, there, address(room.pinned()), false);
+    on.launch(lowered(std::move(packed.in)));
+    if (packed.out.run >= kDirectBytes) return copy_runs(pack(wave, there, there, false).out, on);
+    on.copy(std::array{Copy{address(room.pinned()), there, packed.bytes}});
+    room.mark();
+    pending.push_back({std::move(room), std::move(packed.out)});
+    if (pending.size() > kAhead) take();
+  });
   while (!pending.empty()) take();
 }
 
 /// One device to another.
 void across(const std::vector<Strip>& strips, OnDevice& from, OnDevice& to) {
   from.follow(to);
-  Direct direct(from);
-  for (const Strip& strip : strips) {
-    if (!strip.cast.active && strip.run >= kDirectBytes) {
-      direct.add(strip);
-      continue;
-    }
-    in_waves(strip, kBufferBytes, false, [&](const Strip& wave) {
-      Lease there = to.lease(kBufferBytes);
-      Lease here = from.lease(kBufferBytes);
-      Packed packed = pack(wave, address(here.device()), false);
-      const std::int64_t bytes = packed_bytes(packed, false);
-      from.launch(lowered(std::move(packed.in)));
-      from.copy(std::array{Copy{address(there.device()), address(here.device()), bytes}});
-      to.follow(from);
-      to.launch(lowered(pack(wave, address(there.device()), false).out));
-    });
-  }
-  direct.flush();
+  transfer(strips, from, false, [&](const Strip& wave) {
+    Lease there = to.lease(kBufferBytes);
+    Lease here = from.lease(kBufferBytes);
+    Packed packed = pack(wave, address(here.device()), address(there.device()), false);
+    from.launch(lowered(std::move(packed.in)));
+    from.copy(std::array{Copy{address(there.device()), address(here.device()), packed.bytes}});
+    to.follow(from);
+    to.launch(lowered(std::move(packed.out)));
+  });
   to.follow(from);
 }
 
@@ -295,108 +274,86 @@ Strip entries_of(const Strip& strip, const Wanted& wanted) {
   return out;
 }
 
-/// What the runtime answers is the verb's error.
-template <class Work>
-void named(const char* verb, const Work& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::kDevice || std::string_view(error.what()).starts_with(verb)) throw;
-    throw Error(ErrorCode::kDevice, fmt::format("{}: {}", verb, error.what()));
-  }
-}
-
-void run_named(std::initializer_list<const plan::Program*> programs, const Stream& stream) {
-  const plan::Program& first = **programs.begin();
-  const char* verb = first.recipe().verb();
-  const Device src = first.recipe().src_device();
-  const Device dst = first.recipe().dst_device();
-  const std::vector<Strip> strips = all_strips(programs);
-  OnDevice on(verb, dst.on_host() ? src : dst, stream);
-  if (strips.empty()) return;
-  const bool by_ids = first.device_ids().has_value();
-  if (by_ids && !(src == dst)) {
-    throw Error(ErrorCode::kArgument, fmt::format("{}: ids in device memory are for caches of that device", verb));
-  }
-  if (src == dst) {
-    Lowering lowering;
-    if (by_ids) lowering.set_ids(first.device_ids()->sources);
-    for (const Strip& strip : strips) lowering.add(strip);
-    on.launch(lowering, &first);
-  } else if (src.on_host()) {
-    upload(strips, on);
-  } else if (dst.on_host()) {
-    download(strips, on);
-  } else {
-    OnDevice from(verb, src, Stream());
-    across(strips, from, on);
-  }
-  const bool host = src.on_host() || dst.on_host();
-  if (host || !stream.given) on.finish();
-  if (by_ids && !stream.given) on.wait_for_faults();
-}
-
-void zero_named(const plan::Program& program, const Stream& stream) {
-  OnDevice on(program.recipe().verb(), program.recipe().dst_device(), stream);
+/// All strips in one launch; `zero`: zeroed.
+void launch_all(std::vector<Strip> strips, const plan::Program& ids_of, bool zero, OnDevice& on) {
   Lowering lowering;
-  if (program.device_ids()) lowering.set_ids(program.device_ids()->sources);
-  for (Strip& strip : strips_of(program)) lowering.add(std::move(strip), true);
-  on.launch(lowering, &program);
-  if (!stream.given) on.finish();
-  if (program.device_ids() && !stream.given) on.wait_for_faults();
+  if (ids_of.device_ids()) lowering.set_ids(ids_of.device_ids()->sources);
+  for (Strip& strip : strips) lowering.add(std::move(strip), zero);
+  on.launch(lowering, &ids_of.recipe());
 }
 
-void copy_named(const plan::Program& program, const Stream& stream) {
-  OnDevice on(program.recipe().verb(), program.recipe().dst_device(), stream);
-  // Entries whose source another one overwrites go through a buffer: piece by piece of a block, all of them at once.
-  for (const plan::Bound& bound : program.bound()) {
-    const auto& entries = bound.entries;
-    std::vector<bool> saved(entries.size());
-    std::int64_t num_saved = 0;
-    for (std::size_t i = 0; i < entries.size(); ++i) {
-      saved[i] = std::binary_search(entries.begin(), entries.end(), plan::Entry{0, entries[i].src},
-                                    [](const plan::Entry& a, const plan::Entry& b) { return a.dst < b.dst; });
-      num_saved += saved[i] ? 1 : 0;
-    }
-    std::vector<Strip> strips = strips_of(bound, program);
-    if (num_saved == 0) {
-      Lowering at_once;
-      for (Strip& strip : strips) at_once.add(std::move(strip));
-      on.launch(at_once);
-      continue;
-    }
-    const std::int64_t share = std::max<std::int64_t>(static_cast<std::int64_t>(kBufferBytes) / num_saved, 16);
-    for (const Strip& strip : split_runs(std::move(strips), share)) {
-      const auto num_starts = static_cast<std::int64_t>(strip.starts.size());
-      const std::int64_t starts = std::max<std::int64_t>(share / strip.group_bytes(), 1);
-      for (std::int64_t start = 0; start < num_starts; start += starts) {
-        const Strip piece = part_of(strip, start, std::min(starts, num_starts - start), 0, strip.entries());
-        const Strip through = entries_of(piece, [&](std::size_t i) { return saved[i]; });
-        Lease room = on.lease(static_cast<std::size_t>(through.bytes()));
-        Packed packed = pack(through, address(room.device()), true);
-        on.launch(lowered(std::move(packed.in)));
-        Lowering rest;
-        rest.add(entries_of(piece, [&](std::size_t i) { return !saved[i]; }));
-        rest.add(std::move(packed.out));
-        on.launch(rest);
-      }
+/// Pairs whose source another one overwrites go through a buffer: piece by piece of a block, all of them at once.
+void copy_entangled(const plan::Bound& bound, const plan::Program& program, OnDevice& on) {
+  std::vector<bool> saved;
+  for (const plan::Entry& entry : bound.entries) saved.push_back(bound.overwrites(entry.src));
+  const auto num_saved = static_cast<std::int64_t>(std::count(saved.begin(), saved.end(), true));
+  std::vector<Strip> strips = strips_of(bound, program);
+  if (num_saved == 0) return launch_all(std::move(strips), program, false, on);
+  const std::int64_t share = std::max<std::int64_t>(static_cast<std::int64_t>(kBufferBytes) / num_saved, 16);
+  for (const Strip& strip : split_runs(std::move(strips), share)) {
+    const auto num_starts = static_cast<std::int64_t>(strip.starts.size());
+    const std::int64_t starts = std::max<std::int64_t>(share / strip.group_bytes(), 1);
+    for (std::int64_t start = 0; start < num_starts; start += starts) {
+      const Strip piece = part_of(strip, start, std::min(starts, num_starts - start), 0, strip.entries());
+      const Strip through = entries_of(piece, [&](std::size_t i) { return saved[i]; });
+      Lease room = on.lease(static_cast<std::size_t>(through.bytes()));
+      Packed packed = pack(through, address(room.device()), address(room.device()), true);
+      on.launch(lowered(std::move(packed.in)));
+      Lowering rest;
+      rest.add(entries_of(piece, [&](std::size_t i) { return !saved[i]; }));
+      rest.add(std::move(packed.out));
+      on.launch(rest);
     }
   }
-  if (!stream.given) on.finish();
+}
+
+/// Calls `put(on)`, which puts a program's work on its stream, and waits where the caller cannot. What the runtime
+/// answers is the verb's error.
+template <class Put>
+void on_stream(const plan::Program& program, const Stream& stream, const Put& put) {
+  const plan::Recipe& recipe = program.recipe();
+  const Device dst = recipe.dst_device();
+  try {
+    OnDevice on(dst.on_host() ? recipe.src_device() : dst, stream);
+    put(on);
+    const bool host = dst.on_host() || recipe.src_device().on_host();
+    if (host || !stream.given) on.finish();
+    if (program.device_ids() && !stream.given) on.wait_for_faults();
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kDevice) throw;
+    throw Error(ErrorCode::kDevice, fmt::format("{}: {}", recipe.verb(), error.what()));
+  }
 }
 
 }  // namespace
 
 void run(std::initializer_list<const plan::Program*> programs, const Stream& stream) {
-  named((*programs.begin())->recipe().verb(), [&] { run_named(programs, stream); });
+  const plan::Program& first = **programs.begin();
+  const Device src = first.recipe().src_device();
+  const Device dst = first.recipe().dst_device();
+  on_stream(first, stream, [&](OnDevice& on) {
+    std::vector<Strip> strips = all_strips(programs);
+    if (src == dst) {
+      launch_all(std::move(strips), first, false, on);
+    } else if (src.on_host()) {
+      upload(strips, on);
+    } else if (dst.on_host()) {
+      download(strips, on);
+    } else {
+      OnDevice from(src, Stream());
+      across(strips, from, on);
+    }
+  });
 }
 
 void zero(const plan::Program& program, const Stream& stream) {
-  named(program.recipe().verb(), [&] { zero_named(program, stream); });
+  on_stream(program, stream, [&](OnDevice& on) { launch_all(strips_of(program), program, true, on); });
 }
 
 void copy_inside(const plan::Program& program, const Stream& stream) {
-  named(program.recipe().verb(), [&] { copy_named(program, stream); });
+  on_stream(program, stream, [&](OnDevice& on) {
+    for (const plan::Bound& bound : program.bound()) copy_entangled(bound, program, on);
+  });
 }
 
 }  // namespace kvstride::cuda

@@ -108,8 +108,8 @@ Strip part_of(const Strip& strip, std::int64_t first_start, std::int64_t num_sta
   return out;
 }
 
-Packed pack(const Strip& strip, std::int64_t address, bool by_source) {
-  Packed out{strip, strip};
+Packed pack(const Strip& strip, std::int64_t in, std::int64_t out_of, bool by_source) {
+  Packed out{strip, strip, 0};
   const std::int64_t item = by_source && strip.cast.active ? item_size(strip.cast.src) : strip.run;
   // The loops' own order gives way to that of the side which the packed memory follows.
   std::vector<plan::Loop> loops = strip.loops;
@@ -123,11 +123,12 @@ Packed pack(const Strip& strip, std::int64_t address, bool by_source) {
     out.out.loops[i].src = inner;
   }
   const std::int64_t group = inner;
+  out.bytes = group * strip.groups();
   const auto starts = static_cast<std::int64_t>(strip.starts.size());
   for (std::size_t i = 0; i < strip.starts.size(); ++i) {
-    const std::int64_t at = address + static_cast<std::int64_t>(i) * group;
-    out.in.starts[i].dst = at;
-    out.out.starts[i].src = at;
+    const std::int64_t at = static_cast<std::int64_t>(i) * group;
+    out.in.starts[i].dst = in + at;
+    out.out.starts[i].src = out_of + at;
   }
   for (std::size_t i = 0; i < strip.steps.size(); ++i) {
     const std::int64_t at = static_cast<std::int64_t>(i) * starts * group;

@@ -45,10 +45,12 @@ Strip part_of(const Strip& strip, std::int64_t first_start, std::int64_t num_sta
 /// A strip in two halves, through packed memory: the groups one after another, each in the order in which it lies on
 /// one of the sides, without gaps.
 struct Packed {
-  Strip in;   ///< source to the packed memory
-  Strip out;  ///< packed memory to the destination
+  Strip in;            ///< source to the packed memory
+  Strip out;           ///< packed memory to the destination
+  std::int64_t bytes;  ///< of the packed memory
 };
-/// `by_source`: in the source's order, and of its type; otherwise in the destination's.
-Packed pack(const Strip& strip, std::int64_t address, bool by_source);
+/// The packed memory is written at `in` and read at `out_of`: another memory where it is copied in between.
+/// `by_source`: it has the source's order and type; otherwise the destination's.
+Packed pack(const Strip& strip, std::int64_t in, std::int64_t out_of, bool by_source);
 
 }  // namespace kvstride::cuda

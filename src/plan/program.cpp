@@ -12,7 +12,6 @@
 #include "cpu/pool.h"
 #include "cuda/run.h"
 #include "kvstride/error.h"
-#include "kvstride/threads.h"
 
 namespace kvstride::plan {
 
@@ -51,13 +50,27 @@ void Program::check_block(const char* what, std::size_t at, std::int64_t id, std
   }
 }
 
-std::int64_t Program::bind(std::span<const Pair> pairs, std::optional<std::int64_t> null_block) {
-  if (src_.geometry().block_size != dst_.geometry().block_size) {
-    throw Error(ErrorCode::kLayout,
-                fmt::format("{}: block_size is {} in the source and {} in the destination; give src_blocks=, "
-                            "dst_blocks= and tokens=",
-                            recipe_->verb(), src_.geometry().block_size, dst_.geometry().block_size));
+/// Pairs are for blocks of one size.
+void Program::check_block_sizes() const {
+  if (src_.geometry().block_size == dst_.geometry().block_size) return;
+  throw Error(ErrorCode::kLayout,
+              fmt::format("{}: block_size is {} in the source and {} in the destination; give src_blocks=, "
+                          "dst_blocks= and tokens=",
+                          recipe_->verb(), src_.geometry().block_size, dst_.geometry().block_size));
+}
+
+/// For parts of blocks.
+void Program::refuse_whole_only() const {
+  for (const PlanePair& pair : recipe_->planes()) {
+    if (pair.whole_only) {
+      throw Error(ErrorCode::kArgument,
+                  fmt::format("{}: plane '{}' moves with whole blocks only", recipe_->verb(), pair.src->name));
+    }
   }
+}
+
+std::int64_t Program::bind(std::span<const Pair> pairs, std::optional<std::int64_t> null_block) {
+  check_block_sizes();
   clear();
   const BuildOptions& names = recipe_->options();
   const std::int64_t size = src_.geometry().block_size;
@@ -110,14 +123,7 @@ void Program::bind_tokens(std::span<const std::int64_t> src_blocks, std::span<co
   check("destination", tokens.dst_first, static_cast<std::int64_t>(dst_ids.size()), dst_size);
   const bool whole = src_size == dst_size && tokens.src_first % src_size == 0 && tokens.dst_first % dst_size == 0 &&
                      tokens.count % src_size == 0;
-  if (!whole) {
-    for (const PlanePair& pair : recipe_->planes()) {
-      if (pair.whole_only) {
-        throw Error(ErrorCode::kArgument,
-                    fmt::format("{}: plane '{}' moves with whole blocks only", recipe_->verb(), pair.src->name));
-      }
-    }
-  }
+  if (!whole) refuse_whole_only();
   struct Written {
     std::int64_t first;
     std::int64_t end;
@@ -162,12 +168,7 @@ void Program::bind_slots(std::span<const std::int64_t> src_slots, std::span<cons
     throw Error(ErrorCode::kArgument, fmt::format("{}: {} source slots, {} destination slots", recipe_->verb(),
                                                   src_slots.size(), dst_slots.size()));
   }
-  for (const PlanePair& pair : recipe_->planes()) {
-    if (pair.whole_only && src_size * dst_size > 1) {
-      throw Error(ErrorCode::kArgument,
-                  fmt::format("{}: plane '{}' moves with whole blocks only", recipe_->verb(), pair.src->name));
-    }
-  }
+  if (src_size * dst_size > 1) refuse_whole_only();
   clear();
   std::pmr::vector<Entry> moves(&memory_);
   moves.reserve(count);
@@ -203,46 +204,50 @@ void Program::bind_slots(std::span<const std::int64_t> src_slots, std::span<cons
   }
 }
 
-namespace {
-
-cuda::DeviceIds ids_from(const DeviceList& list, std::int64_t limit) {
+/// Ids for one side, from 0 to `limit` − 1.
+cuda::DeviceIds Program::device_list(const DeviceList& list, std::int64_t limit) const {
+  if (!(recipe_->src_device() == recipe_->dst_device()) || recipe_->on_host()) {
+    throw Error(ErrorCode::kArgument,
+                fmt::format("{}: ids in device memory are for caches of that device", recipe_->verb()));
+  }
+  if (list.item != 4 && list.item != 8) {
+    throw Error(ErrorCode::kDType, fmt::format("{}: ids of {} bytes, expected 4 or 8", recipe_->verb(), list.item));
+  }
   return {list.ids, list.item, list.stride, limit};
 }
 
-}  // namespace
-
 void Program::bind_device(const DevicePairs& pairs) {
+  check_block_sizes();
   clear();
-  if (src_.geometry().block_size != dst_.geometry().block_size) {
-    throw Error(ErrorCode::kLayout,
-                fmt::format("{}: block_size is {} in the source and {} in the destination", recipe_->verb(),
-                            src_.geometry().block_size, dst_.geometry().block_size));
+  if (pairs.src.count != pairs.dst.count) {
+    throw Error(ErrorCode::kArgument, fmt::format("{}: {} source blocks, {} destination blocks", recipe_->verb(),
+                                                  pairs.src.count, pairs.dst.count));
   }
-  if (pairs.src.count == 0) return;
   cuda::IdSources sources;
-  sources.src = ids_from(pairs.src, recipe_->src_blocks());
-  sources.dst = ids_from(pairs.dst, recipe_->dst_blocks());
+  sources.src = device_list(pairs.src, recipe_->src_blocks());
+  sources.dst = device_list(pairs.dst, recipe_->dst_blocks());
+  if (pairs.src.count == 0) return;
   device_ids_ = DeviceEntries{&recipe_->nest(src_.geometry().block_size, 0, 0), pairs.src.count, sources};
 }
 
 void Program::bind_device_slots(const DeviceList* src_slots, const DeviceList* dst_slots, bool skip_negative) {
+  const std::int64_t src_size = src_.geometry().block_size;
+  const std::int64_t dst_size = dst_.geometry().block_size;
+  if (src_size * dst_size > 1) refuse_whole_only();
   clear();
-  for (const PlanePair& pair : recipe_->planes()) {
-    if (pair.whole_only && src_.geometry().block_size * dst_.geometry().block_size > 1) {
-      throw Error(ErrorCode::kArgument,
-                  fmt::format("{}: plane '{}' moves with whole blocks only", recipe_->verb(), pair.src->name));
-    }
-  }
   const std::int64_t count = src_slots != nullptr ? src_slots->count : dst_slots->count;
-  if (count == 0) return;
-  const auto side = [&](const DeviceList* list, std::int64_t blocks, std::int64_t block_size) {
-    return ids_from(list != nullptr ? *list : DeviceList{}, blocks * block_size);
+  const auto side = [&](const DeviceList* list, std::int64_t num_slots) {
+    if (list == nullptr && count > num_slots) {  // 0, 1, 2, … end before the slots do
+      throw Error(ErrorCode::kArgument, fmt::format("{}: {} slots for {} tokens", recipe_->verb(), count, num_slots));
+    }
+    return device_list(list != nullptr ? *list : DeviceList{}, num_slots);
   };
   cuda::IdSources sources;
-  sources.src = side(src_slots, recipe_->src_blocks(), src_.geometry().block_size);
-  sources.dst = side(dst_slots, recipe_->dst_blocks(), dst_.geometry().block_size);
+  sources.src = side(src_slots, recipe_->src_blocks() * src_size);
+  sources.dst = side(dst_slots, recipe_->dst_blocks() * dst_size);
   sources.are_slots = true;
   sources.skip_negative = skip_negative;
+  if (count == 0) return;
   device_ids_ = DeviceEntries{&recipe_->nest(1, 0, 0), count, sources};
 }
 
@@ -440,8 +445,7 @@ void Program::zero(const Stream& stream) const {
 
 void Program::run_all(std::initializer_list<const Program*> programs, const Stream& on) {
   if (!(*programs.begin())->recipe_->on_host()) return cuda::run(programs, on);
-  constexpr std::int64_t kShare = std::int64_t{1} << 19;  // bytes below which a thread is not worth waking
-  constexpr std::int64_t kPart = std::int64_t{1} << 18;   // bytes of one part: threads that start late take fewer
+  constexpr std::int64_t kPart = std::int64_t{1} << 18;  // bytes of one part: threads that start late take fewer
   std::int64_t bytes = 0;
   for (const Program* program : programs) bytes += program->num_bytes();
   const bool stream = bytes >= stream_threshold();
@@ -452,8 +456,7 @@ void Program::run_all(std::initializer_list<const Program*> programs, const Stre
       part = {part.begin - size, part.end - size};
     }
   };
-  const auto threads =
-      static_cast<int>(std::min<std::int64_t>(num_threads(), std::max<std::int64_t>(bytes / kShare, 1)));
+  const int threads = cpu::threads_for(bytes);
   if (threads == 1) return run_part_of_all({0, bytes});
   const auto parts = static_cast<int>(std::clamp<std::int64_t>(bytes / kPart, threads, 4L * threads));
   const auto edge = [&](int i) { return i == parts ? bytes : bytes / parts * i / kLine * kLine; };

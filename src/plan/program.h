@@ -2,6 +2,7 @@
 // A recipe bound to block ids: which entries each nest is run for, and running them.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -24,7 +25,13 @@ namespace kvstride::plan {
 /// A nest and the entries it is run for.
 struct Bound {
   const Nest* nest;
-  std::pmr::vector<Entry> entries;
+  std::pmr::vector<Entry> entries;  ///< of block pairs: in the order of their destinations
+
+  /// Whether one of the block pairs overwrites the block at this slot.
+  bool overwrites(std::int64_t slot) const {
+    return std::binary_search(entries.begin(), entries.end(), Entry{0, slot},
+                              [](const Entry& a, const Entry& b) { return a.dst < b.dst; });
+  }
 };
 
 /// Ids that only a device knows: their number, and the nest for one of them.
@@ -103,6 +110,9 @@ class Program {
   void clear();
   bool apart() const;
   void check_block(const char* what, std::size_t at, std::int64_t id, std::int64_t limit, const char* side) const;
+  void check_block_sizes() const;
+  void refuse_whole_only() const;
+  cuda::DeviceIds device_list(const DeviceList& list, std::int64_t limit) const;
   void check_slot(const char* side, std::size_t at, std::int64_t slot, std::int64_t blocks,
                   std::int64_t block_size) const;
   void run_part(Part part, bool stream) const;
