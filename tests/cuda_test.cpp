@@ -259,6 +259,30 @@ TEST_F(Cuda, WhatIsRefused) {
               convert_blocks(on(src, 0), on(dst, -1), DevicePairs{{ids.data(), 8, 2, 1}, {ids.data() + 1, 8, 2, 1}});
             }).what,
             "convert_blocks: ids in device memory are for caches of that device");
+  // Nor for the host's, where they would be nobody's.
+  Memory twin = dst;
+  EXPECT_EQ(thrown([&] {
+              copy_blocks(on(dst, -1), DevicePairs{{ids.data(), 8, 2, 1}, {ids.data() + 1, 8, 2, 1}});
+            }).what,
+            "copy_blocks: ids in device memory are for caches of that device");
+  EXPECT_EQ(thrown([&] {
+              copy_blocks(on(dst, 0), DevicePairs{{ids.data(), 8, 1, 2}, {ids.data() + 1, 8, 1, 1}});
+            }).what,
+            "copy_blocks: 2 source blocks, 1 destination blocks");
+  EXPECT_EQ(thrown([&] {
+              zero_blocks(on(dst, 0), DeviceList{ids.data(), 2, 1, 2});
+            }).what,
+            "zero_blocks: ids of 2 bytes, expected 4 or 8");
+  Memory dense(dense_layout(dst.layout, 1), 1);
+  EXPECT_EQ(thrown([&] {
+              gather_tokens(on(dst, 0), DeviceList{ids.data(), 8, 1, 2}, on(dense, 0));
+            }).what,
+            "gather_tokens: 2 slots for 1 tokens");
+  EXPECT_EQ(dst.buffers, twin.buffers);
+  AttentionBatch batch{};
+  AttentionOutput output{};
+  EXPECT_EQ(thrown([&] { attention(batch, on(dst, 0), 0, output, {}); }).what,
+            "attention: the cache lies on cuda:0; it reads host memory only");
 }
 
 TEST(CudaDivisor, EqualsDivision) {

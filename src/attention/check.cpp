@@ -21,6 +21,10 @@ bool is_compute(DType dtype) { return dtype == DType::kF32 || dtype == DType::kF
 
 void check_layout(const Cache& cache, std::int64_t layer) {
   const Layout& layout = cache.layout();
+  if (!cache.device().on_host()) {
+    refuse(ErrorCode::kArgument,
+           fmt::format("the cache lies on {}; it reads host memory only", name_of(cache.device())));
+  }
   if (layer < 0 || layer >= layout.geometry().num_layers) {
     refuse(ErrorCode::kBlockIndex,
            fmt::format("layer {} is outside the cache (num_layers is {})", layer, layout.geometry().num_layers));
