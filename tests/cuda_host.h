@@ -46,6 +46,11 @@ class HostRuntime : public cuda::Runtime {
  public:
   explicit HostRuntime(int devices = 1, std::uint32_t seed = 1) : devices_(devices), random_(seed) {}
 
+  /// Its pools are forgotten with it, as a driver's memory is.
+  ~HostRuntime() override {
+    for (std::byte* memory : memory_) std::free(memory);
+  }
+
   /// What has been asked for, in order: `copy 0 stream bytes`, `launch`, `record`, `wait`, `finish` …
   struct Call {
     std::string name;
