@@ -54,6 +54,8 @@ class TensorInfo(NamedTuple):
     @property
     def cuda(self) -> int:
         """The number of the CUDA device, -1 on the host."""
+        if self.device == "cpu":
+            return -1
         return int(self.device.removeprefix("cuda:")) if self.device.startswith("cuda:") else -1
 
     @property

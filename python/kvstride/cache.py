@@ -52,8 +52,10 @@ class Cache:
         #: One for each (layer, part), in the layout's order.
         self.tensors: list[TensorInfo] = [column[i] for i in range(len(infos[0])) for column in infos]
         _check_one_device(self.tensors)
+        #: Where the tensors lie, as torch writes it: 'cpu', 'cuda:0' …
+        self.device: str = self.tensors[0].device
         #: The number of the CUDA device, -1 on the host.
-        self.cuda = self.tensors[0].cuda
+        self.cuda: int = self.tensors[0].cuda
         read_only = any(t.read_only for t in self.tensors)
         self._core = _core.Cache([t.address for t in self.tensors], bound, read_only, self.cuda)
         self._layout = bound
@@ -78,11 +80,6 @@ class Cache:
     def layout(self) -> Layout:
         """The layout, with the tensors' own strides."""
         return self._layout
-
-    @property
-    def device(self) -> str:
-        """Where the tensors lie, as torch writes it: 'cpu', 'cuda:0' …"""
-        return self.tensors[0].device
 
     @property
     def read_only(self) -> bool:

@@ -503,6 +503,19 @@ def test_between_memories(src_device: int, dst_device: int) -> None:
     assert src.same(host)
 
 
+def test_drop_in_functions_take_host_memory() -> None:
+    from kvstride.vllm import ops
+
+    there = FakeArray(np.zeros((6, 2, 4, 2, 8), np.float16))
+    for verb, call in (
+        ("register: kv_caches", lambda: ops.register([there], layout="B KV N H D")),
+        ("swap_blocks: src", lambda: ops.swap_blocks(there, there, [(0, 1)])),
+        ("copy_blocks: kv_caches", lambda: ops.copy_blocks([there], [(0, 1)])),
+    ):
+        with refused(kv.ArgumentError, f"{verb}: FakeArray lies on a CUDA device; this function takes host memory"):
+            call()
+
+
 @on_stand_in
 def test_what_takes_host_memory_says_so() -> None:
     cache = on_device(oracle.Memory(NHD, 1))
