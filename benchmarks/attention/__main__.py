@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvstride's attention beside vLLM's CPU kernel, torch's SDPA, a plain read of the same bytes, and itself, alternating.
 
-    python benchmarks/attention [--rounds 7] [--filter REGEX] [--json FILE]
+    python benchmarks/attention [--rounds 7] [--filter REGEX] [--isa vec] [--json FILE]
 
 32 query heads and 8 KV heads of 128, blocks of 32 tokens, scattered; as many threads as the machine has. `ratio` is
 the median over rounds of the other's time over ours; of `skip`, what is reached of the bound 1 / (f + (1 - s)(1 - f)),
 where f is the measured share of Q K in dense time and s the share of skipped tiles. Before a pairing is timed, both
-must have given the same output. vLLM is left out where it is absent.
+must have given the same output. vLLM is left out where it is absent. `--isa` is the instruction set that vLLM's kernel
+uses, its own choice unless given: with `--isa vec` and KVSTRIDE_MATRIX=off neither has AMX.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ ORDERS = {
 }
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "f8_e4m3": torch.uint8}
 OURS = "kvstride"
+VLLM_ISA = ""  # as --isa has it
 
 
 class Batch:
@@ -94,7 +96,7 @@ class Batch:
         current_platform.import_kernels()
         cache = torch.zeros(self.blocks, KV_HEADS, 2 * BLOCK, DIM, dtype=self.q.dtype)
         keys, values = cache.chunk(2, dim=2)
-        isa = _get_attn_isa(self.q.dtype, BLOCK, DIM, "auto")
+        isa = VLLM_ISA or _get_attn_isa(self.q.dtype, BLOCK, DIM, "auto")
         ops.cpu_attn_reshape_and_cache(self.k, self.v, keys, values, torch.from_numpy(self.slots), isa)
         table = torch.from_numpy(self.table)
         lens, starts = (torch.from_numpy(a.astype(np.int32)) for a in (self.lens, self.starts))
@@ -286,8 +288,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--filter", default="", help="only works whose name matches")
+    parser.add_argument("--isa", default="", help="vLLM's: amx, vec, vec16 …")
     parser.add_argument("--json", default="", help="write the records here")
     args = parser.parse_args()
+    global VLLM_ISA
+    VLLM_ISA = args.isa
     torch.set_num_threads(kv.num_threads())
     vllm = importlib.util.find_spec("vllm") is not None
     found: list[Record] = []
