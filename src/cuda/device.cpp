@@ -46,6 +46,16 @@ Runtime* runtime(std::string* why) {
   return made().runtime;
 }
 
+Runtime& runtime_for(Device device) {
+  std::string why;
+  Runtime* found = runtime(&why);
+  if (found == nullptr) throw Error(ErrorCode::kDevice, fmt::format("{}: {}", name_of(device), why));
+  if (device.cuda >= found->num_devices()) {
+    throw Error(ErrorCode::kDevice, fmt::format("{}: there are {} devices", name_of(device), found->num_devices()));
+  }
+  return *found;
+}
+
 void set_runtime(Runtime* given) {
   forget_buffers();
   other = given;
