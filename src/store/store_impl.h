@@ -167,7 +167,7 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
 
   // Devices.
   void pin_tiers(Device device);
-  void keep_unsettled(Device device, BufferPtr image);
+  void keep_unsettled(Device device, BufferPtr image) noexcept;
 
   std::mutex mutex_;
   std::condition_variable work_;

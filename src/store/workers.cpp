@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <iterator>
+#include <new>
 
 #include "cuda/run.h"
 #include "kvstride/error.h"
@@ -213,16 +213,21 @@ void StoreImpl::pin_tiers(Device device) {
 }
 
 /// After a transfer that failed: nobody gets the image's memory while the device may still be at it.
-void StoreImpl::keep_unsettled(Device device, BufferPtr image) {
+void StoreImpl::keep_unsettled(Device device, BufferPtr image) noexcept {
   const bool settled = cuda::settle(device);
   std::vector<std::pair<Device, BufferPtr>> dropped;  // after the lock
   const std::lock_guard lock(mutex_);
-  unsettled_.emplace_back(device, std::move(image));
-  if (!settled) return;
-  const auto first = std::stable_partition(unsettled_.begin(), unsettled_.end(),
-                                           [&](const auto& one) { return !(one.first == device); });
-  std::move(first, unsettled_.end(), std::back_inserter(dropped));
-  unsettled_.erase(first, unsettled_.end());
+  try {
+    if (!settled) {
+      unsettled_.emplace_back(device, std::move(image));
+      return;
+    }
+    for (auto& [lost, kept] : unsettled_) {
+      if (lost == device) dropped.emplace_back(lost, std::move(kept));
+    }
+    std::erase_if(unsettled_, [](const auto& one) { return one.second == nullptr; });
+  } catch (const std::bad_alloc&) {  // nor is there memory: what may be wrong of it will be found out by its checksums
+  }
 }
 
 /// The shape of what a put writes, or of what a get expects of a piece with these heads.
