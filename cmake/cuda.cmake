@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # The kernel and the calls of the CUDA runtime, or a stub that says that they are not there.
+if(KVSTRIDE_CUDA_STAND_IN)
+  if(SKBUILD)
+    message(FATAL_ERROR "KVSTRIDE_CUDA_STAND_IN is for tests, not for a wheel")
+  endif()
+  target_sources(kvstride PRIVATE tests/cuda_stand_in.cpp)
+  return()
+endif()
 set(use_cuda ${KVSTRIDE_CUDA})
 if(use_cuda STREQUAL "AUTO")
   include(CheckLanguage)

@@ -406,11 +406,16 @@ TEST_F(CudaStore, WrongIdsOfAVerbAreNotTheStoresToReport) {
             "zero_blocks: id 9 in ids[1] of the source is not from 0 to 7; it was left out");
 }
 
-TEST_F(CudaStore, ADeviceThatIsNotThereIsAnErrorAtOnce) {
+TEST_F(CudaStore, WhatADeviceCannotDoIsAnErrorAtOnce) {
   Store store = open({host_tier({.num_bytes = kTierBytes})});
   EXPECT_EQ(thrown([&] { store.put(keys, on(src, 2), kBlocks); }).what, "put: cuda:2: there are 2 devices");
   EXPECT_EQ(thrown([&] { store.get(keys, on(dst, 5), kBlocks, {}, Stream(nullptr)); }).what,
             "get: cuda:5: there are 2 devices");
+  void* stream = runtime.stream();
+  runtime.captured.insert(stream);
+  runtime.calls.clear();
+  EXPECT_EQ(thrown([&] { store.put(keys, on(src, 0), kBlocks, {}, Stream(stream)); }).what,
+            "put: cuda:0: the stream is being captured into a CUDA graph, which cannot take requests of the store");
   // A stream means nothing to the host's memory.
   EXPECT_EQ(store.put(keys, on(src, -1), kBlocks, {}, Stream(nullptr)).wait(), kAllOk);
   EXPECT_TRUE(runtime.calls.empty());

@@ -182,7 +182,7 @@ class Store {
   /// the store holds: sizes, dtypes, planes, block ids, heads, a device that is not there.
   /// `stream`, of a cache on a device: the blocks are not touched before what is on the stream now is done. What is put
   /// on it, or on any other, once a chunk has its outcome comes after what was done for that chunk. The stream itself
-  /// is not used later, and must not be capturing a graph.
+  /// is not used later, and is refused while it is being captured into a graph.
   Job put(std::span<const Key> keys, const Cache& cache, std::span<const std::int64_t> blocks,
           const RequestOptions& options = {}, const Stream& stream = {});
   /// The reverse; blocks must be distinct. A block is written whole or not at all.

@@ -2,12 +2,15 @@
 // A stream of a device, as a verb uses it.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <array>
 #include <cstring>
 
 #include "cuda/buffers.h"
 #include "cuda/lower.h"
 #include "kvstride/device.h"
+#include "kvstride/error.h"
 #include "plan/program.h"
 
 namespace kvstride::cuda {
@@ -17,11 +20,22 @@ class OnDevice {
  public:
   /// `faults`: whether ids that earlier work found to name nothing are reported; who does not, leaves them to others.
   OnDevice(Device device, const Stream& stream, bool faults = true)
-      : runtime_(runtime_for(device)), device_(device.cuda) {
-    if (faults) report_faults(runtime_, device_, false);
+      : runtime_(runtime_of(device)), device_(device.cuda) {
     stream_ = stream.given ? stream.handle : own_stream(runtime_, device_);
+    // Asked first: while a graph is captured even a question about an event ends that.
+    capturing_ = stream.given && runtime_.capturing(device_, stream_);
+    if (faults && !capturing_) report_faults(runtime_, device_, false);
   }
 
+  /// Throws where the stream is captured: `what` is not what a graph can do again.
+  void refuse_capture(const char* what) const {
+    if (!capturing_) return;
+    throw Error(ErrorCode::kDevice,
+                fmt::format("{}: the stream is being captured into a CUDA graph, which cannot take {}",
+                            name_of(Device{device_}), what));
+  }
+  bool capturing() const { return capturing_; }
+  /// Not while the stream is captured: another call has the buffer when this one's work is done once.
   Lease lease(std::size_t bytes) { return {runtime_, device_, stream_, bytes}; }
   void copy(std::span<const Copy> copies) { runtime_.copy(device_, copies, stream_); }
   /// Waits for all that is on the stream now.
@@ -46,6 +60,7 @@ class OnDevice {
       return;
     }
     constexpr std::size_t kFaultBytes = (sizeof(Fault) + 15) / 16 * 16;
+    refuse_capture(lowering.has_ids() ? "ids in device memory" : "so many blocks in one call");
     Lease room = lease(kFaultBytes + bytes);
     Fault none{};
     std::memcpy(room.pinned(), &none, sizeof none);
@@ -69,6 +84,7 @@ class OnDevice {
   Runtime& runtime_;
   int device_;
   StreamHandle stream_ = nullptr;
+  bool capturing_ = false;
 };
 
 }  // namespace kvstride::cuda

@@ -13,7 +13,7 @@ namespace kvstride::cuda {
 /// Where a stream was when this was made. May be dropped at any time, in a forked child too.
 class Point {
  public:
-  /// Throws Error(kDevice).
+  /// Throws Error(kDevice), also where the stream is being captured into a graph.
   Point(Device device, const Stream& stream);
   ~Point();
   Point(const Point&) = delete;

@@ -226,6 +226,7 @@ void copy_entangled(const plan::Bound& bound, const plan::Program& program, OnDe
   const auto num_saved = static_cast<std::int64_t>(std::count(saved.begin(), saved.end(), true));
   std::vector<Strip> strips = strips_of(bound, program);
   if (num_saved == 0) return launch_all(std::move(strips), program, false, on);
+  on.refuse_capture("pairs whose source another one overwrites");
   const std::int64_t share = std::max<std::int64_t>(static_cast<std::int64_t>(kBufferBytes) / num_saved, 16);
   for (const Strip& strip : split_runs(std::move(strips), share)) {
     const auto num_starts = static_cast<std::int64_t>(strip.starts.size());
@@ -254,12 +255,13 @@ void on_stream(const plan::Program& program, const Stream& stream, bool faults, 
   std::optional<OnDevice> on;
   try {
     on.emplace(dst.on_host() ? recipe.src_device() : dst, stream, faults);
+    if (!(dst == recipe.src_device())) on->refuse_capture("copies from one memory to another");
     put(*on);
     if (host || !stream.given) on->finish();
     if (program.device_ids() && !stream.given) on->wait_for_faults();
   } catch (const std::exception& error) {
     try {
-      if (on && host) on->finish();
+      if (on && host && !on->capturing()) on->finish();
     } catch (const Error&) {  // it answers no more
     }
     const auto* answer = dynamic_cast<const Error*>(&error);
@@ -318,6 +320,7 @@ void copy_inside(const plan::Program& program, const Stream& stream) {
 void checksums(plan::Program& program, const std::byte* nominal, const Pieces& pieces, std::span<std::uint64_t> sums,
                const Stream& stream) {
   on_stream(program, stream, true, [&](OnDevice& on) {
+    on.refuse_capture("what the host waits for");
     const std::int64_t data_bytes = pieces.count * pieces.stride;
     Lease room = on.lease(static_cast<std::size_t>(data_bytes) + sums.size_bytes());
     program.move_destination(room.device(), nominal);

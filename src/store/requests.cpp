@@ -129,7 +129,7 @@ Job StoreImpl::transfer(const char* name, Verb verb, std::span<const Key> keys, 
   if (!cache.device().on_host()) {
     check_process();
     try {
-      cuda::runtime_for(cache.device());
+      cuda::runtime_of(cache.device());
       if (stream.given) out->point = std::make_unique<cuda::Point>(cache.device(), stream);
     } catch (const Error& error) {
       throw Error(error.code(), fmt::format("{}: {}", name, error.what()));
