@@ -33,7 +33,7 @@ export PATH := $(CURDIR)/$(DEV)/bin:$(PATH)
 # What needs an installed vLLM; the rest is quick.
 ENGINE_TESTS := $(addprefix tests/python/,test_engine_writes.py test_vllm_backends.py test_vllm_offload.py \
                   test_vllm_serving.py \
-                  test_modelopt_views.py test_modelopt_kernels.py)
+                  test_modelopt_views.py test_modelopt_kernels.py test_vllm_cuda_worker.py)
 QUICK_TESTS := $(filter-out $(ENGINE_TESTS),$(wildcard tests/python/test_*.py))
 RANDOM_TESTS = $(shell grep -l hypothesis $(QUICK_TESTS))
 CXX_FILES := $(shell find include src cli python/src tests fuzz benchmarks examples -name '*.cpp' -o -name '*.h')
@@ -130,6 +130,7 @@ stand-in: $(DEV)/.kvstride ## The Python verbs on the stand-in for CUDA
 
 test: ctest stand-in $(ENGINE)/.kvstride $(ENGINE)/.modelopt-$(MODELOPT_RELEASE) ## All tests, those on an installed vLLM included
 	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH" KVSTRIDE_REQUIRE_VLLM=1 KVSTRIDE_REQUIRE_MODELOPT=1
+	PYTHONPATH=build/stand-in/package python -m pytest -q tests/python/test_vllm_cuda_worker.py
 	python -m pytest tests/python
 
 test-offload: $(ENGINE)/.kvstride
