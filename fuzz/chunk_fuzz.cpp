@@ -3,11 +3,11 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "cpu/hash.h"
 #include "kvstride/error.h"
 #include "store/chunk.h"
 #include "store/folders.h"
 #include "store/form.h"
-#include "store/hash.h"
 
 using namespace kvstride;
 using namespace kvstride::store;

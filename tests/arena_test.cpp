@@ -22,6 +22,7 @@
 #include <thread>
 #include <vector>
 
+#include "child.h"
 #include "kvstride/error.h"
 
 namespace kvstride::store {
@@ -55,6 +56,23 @@ TEST(Memory, C87ExactlyTheBytes) {
     memory.data()[bytes - 1] = std::byte{7};
     EXPECT_TRUE(memory.path().empty());
   }
+}
+
+TEST(Memory, AChildThatDidNotGetItMayDropIt) {
+  constexpr std::int64_t kBytes = 4 << 20;
+  auto memory = std::make_unique<Memory>(kBytes);
+  memory->keep_from_children();
+  std::memset(memory->data(), 7, kBytes);
+  EXPECT_EQ(in_child([&] {
+              void* other = mmap(memory->data(), kBytes, PROT_READ | PROT_WRITE,
+                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+              if (other != memory->data()) return 1;  // it was given to the child
+              std::memset(other, 3, kBytes);
+              memory.reset();
+              return *static_cast<char*>(other) == 3 ? 0 : 2;
+            }),
+            0);
+  EXPECT_EQ(memory->data()[kBytes - 1], std::byte{7});
 }
 
 TEST(Memory, TooMuchIsAnErrorWithNumbers) {

@@ -2,6 +2,7 @@
 // The verbs against the naive oracle over random layouts, and what they refuse.
 #include <gtest/gtest.h>
 
+#include "cpu/hash.h"
 #include "oracle.h"
 
 namespace kvstride {
@@ -170,6 +171,93 @@ TEST(Blocks, RawPlanesMoveWhole) {
   const std::vector<std::int64_t> ids{1};
   EXPECT_THROW(convert_tokens(src.cache(), dst.cache(), ids, ids, {0, 0, 3}), Error);
   EXPECT_NO_THROW(convert_tokens(src.cache(), dst.cache(), ids, ids, {0, 0, 4}));
+}
+
+/// The checksum of a block, from its elements one at a time.
+std::uint64_t naive_checksum(Memory& memory, std::int64_t block) {
+  std::vector<const Plane*> planes;
+  for (const Plane& plane : memory.layout.planes()) planes.push_back(&plane);
+  std::sort(planes.begin(), planes.end(), [](const Plane* a, const Plane* b) { return a->name < b->name; });
+  std::vector<std::byte> bytes;
+  for (const Plane* plane : planes) {
+    test::for_each_index(*plane, [&](const Index& index) {
+      const std::byte* at = memory.at(*plane, index);
+      if (index[1] == block) bytes.insert(bytes.end(), at, at + item_size(plane->dtype));
+    });
+  }
+  std::vector<std::uint64_t> sums;
+  for (std::size_t at = 0; at < bytes.size(); at += 256 << 10) {
+    sums.push_back(cpu::xxh3(std::span(bytes).subspan(at, std::min<std::size_t>(bytes.size() - at, 256 << 10))));
+  }
+  return cpu::xxh3(std::as_bytes(std::span(sums)));
+}
+
+TEST(Blocks, ChecksumsDoNotDependOnTheLayout) {
+  std::mt19937 random(17);
+  for (std::uint32_t round = 1; round <= 200; ++round) {
+    Geometry g = small_geometry(kDTypes[round % 6]);
+    g.num_blocks = 1 + static_cast<std::int64_t>(random() % 5);
+    g.num_kv_heads = 2 * (1 + static_cast<std::int64_t>(random() % 3));
+    g.head_size = 4 * (1 + static_cast<std::int64_t>(random() % 20));
+    Memory memory(Layout(random_order(random), g), round);
+    std::vector<std::int64_t> ids;
+    std::vector<std::uint64_t> want;
+    for (std::uint32_t i = 0; i < random() % 8; ++i) {
+      ids.push_back(static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(g.num_blocks)));
+      want.push_back(naive_checksum(memory, ids.back()));
+    }
+    ASSERT_EQ(checksum_blocks(memory.cache(), ids), want) << memory.layout.order().text();
+  }
+}
+
+TEST(Blocks, ChecksumsOfPlanesOfAllKinds) {
+  Geometry g = small_geometry();
+  for (const char* order :
+       {"B N {latent: D[51] f8_e4m3, latent_scale: D[3] f32, rope: D[6] bf16}", "B@128 {state: D[77] u8}",
+        "B {key: {data: H N D[D/2] u8, scale: H N D[D/4] f8_e4m3}, value: {data: H N D i8, scale: N H D[1] f32}}",
+        "B {state_x: H D[4], state_b: H D[1]}", "key: B N H D | value: B H D N"}) {
+    Memory memory(Layout(order, g), 3);
+    const std::vector<std::int64_t> ids{4, 0, 4};
+    const std::vector<std::uint64_t> want{naive_checksum(memory, 4), naive_checksum(memory, 0),
+                                          naive_checksum(memory, 4)};
+    EXPECT_EQ(checksum_blocks(memory.cache(), ids), want) << order;
+  }
+}
+
+TEST(Blocks, ChecksumsOfLargeBlocks) {
+  Geometry g = small_geometry();
+  g.num_layers = 3;
+  g.num_blocks = 40;
+  g.block_size = 16;
+  g.head_size = 1500;  // 576,000 bytes a block: three granules, and not all blocks at once
+  Memory memory(Layout("B KV H N D", g), 3);
+  Memory other(Layout("B H {key: D N, value: N D}", g));
+  std::vector<std::int64_t> ids;
+  std::vector<Pair> pairs;
+  for (std::int64_t i = 0; i < 40; ++i) {
+    ids.push_back(39 - i);
+    pairs.push_back({39 - i, i});
+  }
+  convert_blocks(memory.cache(), other.cache(), pairs);
+  const std::vector<std::uint64_t> sums = checksum_blocks(memory.cache(), ids);
+  for (const std::int64_t i : {0, 17, 39}) {
+    EXPECT_EQ(sums[static_cast<std::size_t>(i)], naive_checksum(memory, 39 - i));
+  }
+  std::sort(ids.begin(), ids.end());
+  EXPECT_EQ(checksum_blocks(other.cache(), ids), sums);
+  g.num_blocks = 1;
+  g.head_size = 30000;  // 11.5 MB
+  Memory one(Layout("B KV N H D", g), 4);
+  EXPECT_EQ(checksum_blocks(one.cache(), std::vector<std::int64_t>{0}), std::vector{naive_checksum(one, 0)});
+}
+
+TEST(Blocks, ChecksumsRefuseBlocksThatAreNotThere) {
+  Memory memory(Layout("B KV H N D", small_geometry()), 3);
+  EXPECT_EQ(thrown([&] {
+              checksum_blocks(memory.cache(), std::vector<std::int64_t>{0, 5});
+            }).what,
+            "checksum_blocks: block id 5 in ids[1] is outside the cache (num_blocks is 5)");
+  EXPECT_TRUE(checksum_blocks(memory.cache(), {}).empty());
 }
 
 TEST(Blocks, NullBlockIsLeftOut) {

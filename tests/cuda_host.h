@@ -18,6 +18,7 @@
 
 #include "cuda/grid.h"
 #include "cuda/runtime.h"
+#include "cuda/xxh3.h"
 #include "kvstride/error.h"
 
 namespace kvstride::test {
@@ -64,6 +65,7 @@ class HostRuntime : public cuda::Runtime {
   /// The call with this number (of all names, or of `fail_name`) fails, once; −1: none.
   int fail_at = -1;
   std::string fail_name;
+  bool for_ever = false;  ///< and all of them after it
   std::int64_t grid = 3;  ///< blocks of a launch
   /// Streams that are being captured; of those events nobody may ask.
   std::set<cuda::StreamHandle> captured;
@@ -87,6 +89,17 @@ class HostRuntime : public cuda::Runtime {
   }
   void free_device_memory(int device, std::byte* memory) override { release("free_device_memory", device, memory); }
   void free_pinned_memory(int device, std::byte* memory) override { release("free_pinned_memory", device, memory); }
+
+  void register_memory(int device, std::byte* memory, std::size_t bytes) override {
+    const std::lock_guard lock(mutex_);
+    note({"register_memory", device, nullptr, static_cast<std::int64_t>(bytes)});
+    registered_.insert(memory);
+  }
+  void unregister_memory(int device, std::byte* memory) override {
+    const std::lock_guard lock(mutex_);
+    note({"unregister_memory", device});
+    if (registered_.erase(memory) != 1) std::abort();
+  }
 
   cuda::StreamHandle make_stream(int device) override {
     const std::lock_guard lock(mutex_);
@@ -162,6 +175,17 @@ class HostRuntime : public cuda::Runtime {
     });
   }
 
+  void checksum(int device, const cuda::Checksums& work, cuda::StreamHandle stream) override {
+    const std::lock_guard lock(mutex_);
+    note({"checksum", device, stream, work.pieces * work.granules});
+    put(stream, [work, blocks = std::min(grid, work.pieces * work.granules)] {
+      for (std::int64_t i = 0; i < blocks; ++i) {
+        HostBlock block(i, blocks);
+        cuda::checksum(work, block);
+      }
+    });
+  }
+
   /// Says where a piece of the host's memory lies, −1 for pinned memory; of 0 bytes: that it is gone. Other memory
   /// CUDA does not know.
   void place(const std::byte* memory, std::size_t bytes, int device) {
@@ -176,6 +200,15 @@ class HostRuntime : public cuda::Runtime {
     const std::lock_guard lock(mutex_);
     put(stream, std::move(work));
   }
+  /// Nothing of the stream runs until it is released, as if its first work took that long.
+  void hold(cuda::StreamHandle stream) {
+    const std::lock_guard lock(mutex_);
+    held_.insert(&queue(stream));
+  }
+  void release(cuda::StreamHandle stream) {
+    const std::lock_guard lock(mutex_);
+    held_.erase(&queue(stream));
+  }
   /// Everything that can run runs.
   void drain() {
     const std::lock_guard lock(mutex_);
@@ -183,9 +216,11 @@ class HostRuntime : public cuda::Runtime {
     }
   }
   std::int64_t count(const std::string& name) const {
+    const std::lock_guard lock(mutex_);
     return std::count_if(calls.begin(), calls.end(), [&](const Call& call) { return call.name == name; });
   }
   std::size_t memories() const { return memory_.size(); }
+  std::size_t registered() const { return registered_.size(); }
 
  private:
   struct Place {
@@ -208,7 +243,9 @@ class HostRuntime : public cuda::Runtime {
   void note(Call call) {
     calls.push_back(call);
     if (fail_at < 0 || (!fail_name.empty() && fail_name != call.name)) return;
-    if (fail_at-- == 0) {
+    const bool fails = fail_at == 0;
+    if (!fails || !for_ever) --fail_at;
+    if (fails) {
       throw Error(ErrorCode::kDevice, "cuda:" + std::to_string(call.device) + ": " + call.name + ": made to fail");
     }
   }
@@ -244,8 +281,10 @@ class HostRuntime : public cuda::Runtime {
         }
         if (!one.work.empty() && one.work.front().work) ready.push_back(&one);
       };
-      look(default_);
-      for (const auto& one : streams_) look(*one);
+      if (held_.count(&default_) == 0) look(default_);
+      for (const auto& one : streams_) {
+        if (held_.count(one.get()) == 0) look(*one);
+      }
       if (ready.empty()) return any;
       Queue& chosen = *ready[random_() % ready.size()];
       const Item item = std::move(chosen.work.front());
@@ -258,10 +297,12 @@ class HostRuntime : public cuda::Runtime {
 
   int devices_;
   std::mt19937 random_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::set<std::byte*> memory_;
+  std::set<std::byte*> registered_;
   std::map<const std::byte*, Place> placed_;
   std::vector<std::unique_ptr<Queue>> streams_;
+  std::set<Queue*> held_;
   std::vector<std::unique_ptr<Event>> events_;
   Queue default_;
 };

@@ -6,6 +6,7 @@
 #include <array>
 #include <numeric>
 
+#include "cpu/hash.h"
 #include "cuda/buffers.h"
 #include "cuda/lower.h"
 #include "oracle.h"
@@ -229,7 +230,11 @@ TEST_F(Cuda, EveryCallMayFailAndTheNextVerbWorks) {
       const auto error = thrown([&] { convert_blocks(on(src, from), on(dst, to), pairs); });
       const bool failed = runtime.fail_at == -1;
       runtime.fail_at = -1;
+      const auto at_return = dst.buffers;
       runtime.drain();
+      if (to < 0) {
+        EXPECT_EQ(dst.buffers, at_return);  // the host's memory is the caller's again
+      }
       if (!failed) {
         EXPECT_EQ(error.code, -1) << error.what;
         EXPECT_EQ(dst.buffers, want.buffers);
@@ -319,6 +324,7 @@ TEST_F(Cuda, AStreamThatIsCaptured) {
   std::vector<std::int64_t> all;
   for (std::int64_t i = 0; i < many.num_blocks; i += 3) all.push_back(i);
   refused("zero_blocks", "so many blocks in one call", [&] { zero_blocks(on(large, 0), all, {}, on_it); });
+  refused("checksum_blocks", "what the host waits for", [&] { checksum_blocks(on(dst, 0), ids, on_it); });
   EXPECT_EQ(dst.buffers, before);
 
   convert_blocks(on(src, 0), on(dst, 0), pairs, {}, {}, on_it);
@@ -345,6 +351,70 @@ TEST_F(Cuda, WhereMemoryLiesAndWaitingForAStream) {
   EXPECT_TRUE(done);
   EXPECT_NO_THROW(wait_for({0}, Stream()));  // kvstride's own
   EXPECT_EQ(thrown([] { wait_for({2}, Stream()); }).what, "cuda:2: there are 2 devices");
+}
+
+TEST_F(Cuda, ChecksumsComeAfterWhatIsOnTheStream) {
+  Memory cache(Layout("B KV H N D", large()), 1);
+  Memory later(Layout("B KV H N D", large()), 2);
+  const std::vector<std::int64_t> ids{3, 23, 0};
+  const std::vector<std::uint64_t> want = checksum_blocks(on(later, -1), ids);
+  void* stream = runtime.stream();
+  runtime.enqueue(stream,
+                  [&] { std::copy(later.buffers[0].begin(), later.buffers[0].end(), cache.buffers[0].begin()); });
+  runtime.enqueue(stream,
+                  [&] { std::copy(later.buffers[1].begin(), later.buffers[1].end(), cache.buffers[1].begin()); });
+  EXPECT_EQ(checksum_blocks(on(cache, 0), ids, Stream(stream)), want);
+  EXPECT_EQ(runtime.count("checksum"), 1);
+  for (int at = 0;; ++at) {
+    runtime.fail_at = at;
+    const auto error = thrown([&] { EXPECT_EQ(checksum_blocks(on(cache, 0), ids), want); });
+    const bool failed = runtime.fail_at == -1;
+    runtime.fail_at = -1;
+    if (!failed) break;
+    if (error.code >= 0) {
+      EXPECT_EQ(error.what.rfind("checksum_blocks: cuda:0: ", 0), 0U) << error.what;
+    }
+  }
+}
+
+/// The kernel's body over one piece of so many bytes; blocks of the grid as given.
+std::vector<std::uint64_t> checksums_of(const std::vector<cuda::Sixteen>& data, std::int64_t bytes, std::int64_t pieces,
+                                        std::int64_t blocks) {
+  cuda::Checksums work{};
+  cuda::set_secret(work);
+  work.data = reinterpret_cast<std::int64_t>(data.data());
+  work.bytes = bytes;
+  work.stride = (bytes + 15) / 16 * 16;
+  work.granules = (bytes + cuda::kGranule - 1) / cuda::kGranule;
+  work.pieces = pieces;
+  std::vector<std::uint64_t> sums(static_cast<std::size_t>(work.granules * pieces));
+  work.sums = reinterpret_cast<std::int64_t>(sums.data());
+  for (std::int64_t i = 0; i < blocks; ++i) {
+    test::HostBlock block(i, blocks);
+    cuda::checksum(work, block);
+  }
+  return sums;
+}
+
+TEST(CudaChecksum, EqualsXxh3) {
+  std::mt19937_64 random(5);
+  const auto check = [&](std::int64_t bytes, std::int64_t pieces) {
+    std::vector<cuda::Sixteen> data(static_cast<std::size_t>((bytes + 15) / 16 * pieces));  // ends where it has to
+    for (auto& one : data) one = {random(), random()};
+    std::vector<std::uint64_t> want;
+    for (std::int64_t piece = 0; piece < pieces; ++piece) {
+      const auto* begin = reinterpret_cast<const std::byte*>(data.data()) + piece * ((bytes + 15) / 16 * 16);
+      for (std::int64_t at = 0; at < bytes; at += cuda::kGranule) {
+        want.push_back(cpu::xxh3({begin + at, begin + std::min(at + cuda::kGranule, bytes)}));
+      }
+    }
+    ASSERT_EQ(checksums_of(data, bytes, pieces, 1 + static_cast<std::int64_t>(random() % 4)), want) << bytes;
+  };
+  for (std::int64_t bytes = 1; bytes <= 1200; ++bytes) check(bytes, 1);
+  for (const std::int64_t near : {2048, 4096, 16384, 65536, 1 << 18, 1 << 19}) {
+    for (std::int64_t bytes = near - 2; bytes <= near + 2; ++bytes) check(bytes, 2);
+  }
+  for (int i = 0; i < 60; ++i) check(1 + static_cast<std::int64_t>(random() % 300000), 3);
 }
 
 TEST(CudaDivisor, EqualsDivision) {

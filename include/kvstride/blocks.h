@@ -66,6 +66,13 @@ void scatter_tokens(const Cache& cache, const DeviceList& slots, const Cache& de
 /// The layout of `dense` above for `num_tokens` tokens of `layout`. Throws for raw planes.
 Layout dense_layout(const Layout& layout, std::int64_t num_tokens);
 
+/// One number for each block, the same for the same elements in whatever layout, on whatever device: its planes one
+/// after the other by name, each as `[layer, token, head, dim]`, are cut into granules of 256 KiB, the last one being
+/// what is left, and the number is the XXH3-64 of the granules' XXH3-64s as little-endian words. Ids may repeat. Takes
+/// scratch memory of 8 MiB, or of one block where that is more; returns when the numbers are known.
+std::vector<std::uint64_t> checksum_blocks(const Cache& cache, std::span<const std::int64_t> ids,
+                                           const Stream& stream = {});
+
 /// One layer's new keys or values: `[token, head, dim]`, strides in elements of `dtype`.
 struct TokenTensor {
   const std::byte* data;

@@ -36,7 +36,9 @@ enum class Outcome : std::uint8_t {
   kOk,       ///< put: a tier holds it (it may have held it before). get: the blocks have its bytes
   kMiss,     ///< no tier holds all of it. The blocks are as they were
   kCorrupt,  ///< it was damaged, is set aside and will be a miss. The blocks are as they were
-  kIoError,  ///< the system refused to read or write it. The blocks are as they were
+  /// The system refused to read or write it; the blocks are as they were. Or a device failed in the midst of moving it;
+  /// the blocks of a get may then hold anything.
+  kIoError,
   kTimeout,  ///< the deadline passed. The blocks are as they were, and will not be touched any more
   kRefused,  ///< no room, a full queue, a store that is closed, or cancelled
 };
@@ -47,6 +49,9 @@ std::string_view name_of(Outcome outcome) noexcept;
 enum class Eviction : std::uint8_t { kS3Fifo, kLru };
 
 /// A place for chunks. May be given to several stores, of other namespaces too, which then share its room. Thread-safe.
+/// When a store of a tier has the first cache on a device, one of its threads pins the memory in which images lie, all
+/// of it, so that the device copies from and to it; where CUDA refuses, the driver stages. `detail` and the counter
+/// `not_pinned` of its metrics say so.
 using TierPtr = std::shared_ptr<store::Tier>;
 
 struct HostTierOptions {
@@ -174,12 +179,15 @@ class Store {
 
   /// Chunk i is block_size / cache.block_size blocks of `cache`: blocks[i × ratio] to blocks[i × ratio + ratio − 1].
   /// Both lists are copied; the blocks must not change until the job is done. Throws Error for what is wrong whatever
-  /// the store holds: sizes, dtypes, planes, block ids, heads.
+  /// the store holds: sizes, dtypes, planes, block ids, heads, a device that is not there.
+  /// `stream`, of a cache on a device: the blocks are not touched before what is on the stream now is done. What is put
+  /// on it, or on any other, once a chunk has its outcome comes after what was done for that chunk. The stream itself
+  /// is not used later, and is refused while it is being captured into a graph.
   Job put(std::span<const Key> keys, const Cache& cache, std::span<const std::int64_t> blocks,
-          const RequestOptions& options = {});
+          const RequestOptions& options = {}, const Stream& stream = {});
   /// The reverse; blocks must be distinct. A block is written whole or not at all.
   Job get(std::span<const Key> keys, const Cache& cache, std::span<const std::int64_t> blocks,
-          const RequestOptions& options = {});
+          const RequestOptions& options = {}, const Stream& stream = {});
   /// Bytes whose layout is not known; the namespace must have `raw`. The memory must stay until the job is done.
   Job put_bytes(std::span<const Key> keys, std::span<const std::span<const std::byte>> bytes,
                 const RequestOptions& options = {});

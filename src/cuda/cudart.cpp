@@ -81,6 +81,14 @@ class CudaRuntime : public Runtime {
     check(device, "cudaHostAlloc", cudaHostAlloc(&out, bytes, cudaHostAllocPortable));
     return static_cast<std::byte*>(out);
   }
+  void register_memory(int device, std::byte* memory, std::size_t bytes) override {
+    const Current current(device);
+    check(device, "cudaHostRegister", cudaHostRegister(memory, bytes, cudaHostRegisterPortable));
+  }
+  void unregister_memory(int device, std::byte* memory) override {
+    const Current current(device);
+    check(device, "cudaHostUnregister", cudaHostUnregister(memory));
+  }
   void free_device_memory(int device, std::byte* memory) override {
     const Current current(device);
     check(device, "cudaFree", cudaFree(memory));
@@ -153,6 +161,10 @@ class CudaRuntime : public Runtime {
     const Current current(device);
     check(device, "the kernel",
           launch_move(table, inline_data, inline_bytes, blocks_of(device), static_cast<cudaStream_t>(stream)));
+  }
+  void checksum(int device, const Checksums& work, StreamHandle stream) override {
+    const Current current(device);
+    check(device, "the checksum kernel", launch_checksum(work, blocks_of(device), static_cast<cudaStream_t>(stream)));
   }
 
  private:

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel: grid.h's body on the device's blocks.
-#include "cuda/kernels.h"
-
+// The kernels: the bodies of grid.h and xxh3.h on the device's blocks.
 #include <cstring>
 
 #include "cuda/grid.h"
+#include "cuda/kernels.h"
 #include "cuda/runtime.h"
 
 namespace kvstride::cuda {
@@ -57,6 +56,12 @@ __global__ void __launch_bounds__(kThreads, kResident) move_table(const __grid_c
   move(table, block);
 }
 
+__global__ void __launch_bounds__(kThreads, kResident) checksum_all(const __grid_constant__ Checksums work) {
+  __shared__ alignas(16) std::byte shared[kSharedBytes];
+  DeviceBlock block(shared);
+  checksum(work, block);
+}
+
 }  // namespace
 
 cudaError_t resident_blocks(int device, int* blocks) {
@@ -80,6 +85,12 @@ cudaError_t launch_move(const Table& table, const std::byte* inline_data, std::s
   } else {
     move_table<<<grid, kThreads, 0, stream>>>(table);
   }
+  return cudaGetLastError();
+}
+
+cudaError_t launch_checksum(const Checksums& work, int blocks, cudaStream_t stream) {
+  const std::int64_t granules = work.pieces * work.granules;
+  checksum_all<<<static_cast<unsigned>(granules < blocks ? granules : blocks), kThreads, 0, stream>>>(work);
   return cudaGetLastError();
 }
 

@@ -8,86 +8,21 @@
 #include <array>
 #include <cstring>
 #include <deque>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "cpu/copy.h"
 #include "cpu/pool.h"
-#include "cuda/buffers.h"
 #include "cuda/lower.h"
+#include "cuda/on_device.h"
+#include "cuda/xxh3.h"
 #include "kvstride/error.h"
 
 namespace kvstride::cuda {
 namespace {
 
 constexpr std::int64_t kDirectBytes = 8192;  ///< runs from here on are copied by the device's own copy engine
-
-/// A stream of one device while a verb puts work on it.
-class OnDevice {
- public:
-  OnDevice(Device device, const Stream& stream) : runtime_(runtime_of(device)), device_(device.cuda) {
-    stream_ = stream.given ? stream.handle : own_stream(runtime_, device_);
-    // Asked first: while a graph is captured even a question about an event ends that.
-    capturing_ = stream.given && runtime_.capturing(device_, stream_);
-    if (!capturing_) report_faults(runtime_, device_, false);
-  }
-
-  /// Throws where the stream is captured: `what` is not what a graph can do again.
-  void refuse_capture(const char* what) const {
-    if (!capturing_) return;
-    throw Error(ErrorCode::kDevice,
-                fmt::format("{}: the stream is being captured into a CUDA graph, which cannot take {}",
-                            name_of(Device{device_}), what));
-  }
-  /// Not while the stream is captured: another call has the buffer when this one's work is done once.
-  Lease lease(std::size_t bytes) { return {runtime_, device_, stream_, bytes}; }
-  void copy(std::span<const Copy> copies) { runtime_.copy(device_, copies, stream_); }
-  /// Waits for all that is on the stream now.
-  void finish() {
-    const Mark mark(runtime_, device_, stream_);
-    runtime_.finish(device_, mark.event());
-  }
-  /// Work that is put on this stream from now on comes after what is on the other one now.
-  void follow(OnDevice& other) {
-    const Mark mark(runtime_, other.device_, other.stream_);
-    runtime_.wait(device_, stream_, mark.event());
-  }
-
-  /// `recipe`: whose ids they are, where only the device knows them.
-  void launch(const Lowering& lowering, const plan::Recipe* recipe = nullptr) {
-    if (lowering.empty()) return;
-    const std::size_t bytes = lowering.size();
-    if (bytes <= kInlineBytes && !lowering.has_ids()) {
-      alignas(16) std::byte data[kInlineBytes];
-      const Table table = lowering.write(data);
-      runtime_.launch(device_, table, data, bytes, stream_);
-      return;
-    }
-    constexpr std::size_t kFaultBytes = (sizeof(Fault) + 15) / 16 * 16;
-    refuse_capture(lowering.has_ids() ? "ids in device memory" : "so many blocks in one call");
-    Lease room = lease(kFaultBytes + bytes);
-    Fault none{};
-    std::memcpy(room.pinned(), &none, sizeof none);
-    Table table = lowering.write(room.pinned() + kFaultBytes);
-    table.data = room.device() + kFaultBytes;
-    table.fault = reinterpret_cast<Fault*>(room.device());
-    const auto there = reinterpret_cast<std::int64_t>(room.device());
-    const auto here = reinterpret_cast<std::int64_t>(room.pinned());
-    copy(std::array{Copy{there, here, static_cast<std::int64_t>(kFaultBytes + bytes)}});
-    runtime_.launch(device_, table, nullptr, 0, stream_);
-    if (!lowering.has_ids()) return;
-    room.watch(recipe->verb(), recipe->options().ids_name, table.src_ids.limit, table.dst_ids.limit);
-    copy(std::array{Copy{here, there, sizeof(Fault)}});
-  }
-
-  void wait_for_faults() { report_faults(runtime_, device_, true); }
-
- private:
-  Runtime& runtime_;
-  int device_;
-  StreamHandle stream_ = nullptr;
-  bool capturing_ = false;
-};
 
 /// Copies of whole runs, neighbours joined.
 class Direct {
@@ -311,31 +246,36 @@ void copy_entangled(const plan::Bound& bound, const plan::Program& program, OnDe
 }
 
 /// Calls `put(on)`, which puts a program's work on its stream, and waits where the caller cannot. What the runtime
-/// answers is the verb's error.
+/// answers is the verb's error; host memory is the caller's again then, too.
 template <class Put>
-void on_stream(const plan::Program& program, const Stream& stream, const Put& put) {
+void on_stream(const plan::Program& program, const Stream& stream, bool faults, const Put& put) {
   const plan::Recipe& recipe = program.recipe();
   const Device dst = recipe.dst_device();
+  const bool host = dst.on_host() || recipe.src_device().on_host();
+  std::optional<OnDevice> on;
   try {
-    OnDevice on(dst.on_host() ? recipe.src_device() : dst, stream);
-    const bool host = dst.on_host() || recipe.src_device().on_host();
-    if (!(dst == recipe.src_device())) on.refuse_capture("copies from one memory to another");
-    put(on);
-    if (host || !stream.given) on.finish();
-    if (program.device_ids() && !stream.given) on.wait_for_faults();
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::kDevice) throw;
+    on.emplace(dst.on_host() ? recipe.src_device() : dst, stream, faults);
+    if (!(dst == recipe.src_device())) on->refuse_capture("copies from one memory to another");
+    put(*on);
+    if (host || !stream.given) on->finish();
+    if (program.device_ids() && !stream.given) on->wait_for_faults();
+  } catch (const std::exception& error) {
+    try {
+      if (on && host && !on->capturing()) on->finish();
+    } catch (const Error&) {  // it answers no more
+    }
+    const auto* answer = dynamic_cast<const Error*>(&error);
+    if (answer == nullptr || answer->code() != ErrorCode::kDevice) throw;
     throw Error(ErrorCode::kDevice, fmt::format("{}: {}", recipe.verb(), error.what()));
   }
 }
 
-}  // namespace
-
-void run(std::initializer_list<const plan::Program*> programs, const Stream& stream) {
+/// Programs of the same two places as one.
+void run_all(std::initializer_list<const plan::Program*> programs, const Stream& stream, bool faults) {
   const plan::Program& first = **programs.begin();
   const Device src = first.recipe().src_device();
   const Device dst = first.recipe().dst_device();
-  on_stream(first, stream, [&](OnDevice& on) {
+  on_stream(first, stream, faults, [&](OnDevice& on) {
     std::vector<Strip> strips = all_strips(programs);
     if (src == dst) {
       launch_all(std::move(strips), first, false, on);
@@ -350,13 +290,54 @@ void run(std::initializer_list<const plan::Program*> programs, const Stream& str
   });
 }
 
+}  // namespace
+
+void run(std::initializer_list<const plan::Program*> programs, const Stream& stream) {
+  run_all(programs, stream, true);
+}
+
+void run_here(const plan::Program& program) { run_all({&program}, Stream(), false); }
+
+bool settle(Device device) noexcept {
+  try {
+    OnDevice(device, Stream(), false).finish();
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
 void zero(const plan::Program& program, const Stream& stream) {
-  on_stream(program, stream, [&](OnDevice& on) { launch_all(strips_of(program), program, true, on); });
+  on_stream(program, stream, true, [&](OnDevice& on) { launch_all(strips_of(program), program, true, on); });
 }
 
 void copy_inside(const plan::Program& program, const Stream& stream) {
-  on_stream(program, stream, [&](OnDevice& on) {
+  on_stream(program, stream, true, [&](OnDevice& on) {
     for (const plan::Bound& bound : program.bound()) copy_entangled(bound, program, on);
+  });
+}
+
+void checksums(plan::Program& program, const std::byte* nominal, const Pieces& pieces, std::span<std::uint64_t> sums,
+               const Stream& stream) {
+  on_stream(program, stream, true, [&](OnDevice& on) {
+    on.refuse_capture("what the host waits for");
+    const std::int64_t data_bytes = pieces.count * pieces.stride;
+    Lease room = on.lease(static_cast<std::size_t>(data_bytes) + sums.size_bytes());
+    program.move_destination(room.device(), nominal);
+    launch_all(strips_of(program), program, false, on);
+    Checksums work{};
+    work.data = address(room.device());
+    work.stride = pieces.stride;
+    work.bytes = pieces.bytes;
+    work.granules = static_cast<std::int64_t>(sums.size()) / pieces.count;
+    work.pieces = pieces.count;
+    work.sums = work.data + data_bytes;
+    set_secret(work);
+    on.checksum(work);
+    on.copy(std::array{Copy{address(room.pinned()), work.sums, static_cast<std::int64_t>(sums.size_bytes())}});
+    room.mark();
+    room.finish();
+    std::memcpy(sums.data(), room.pinned(), sums.size_bytes());
   });
 }
 

@@ -16,6 +16,8 @@ namespace kvstride::cuda {
 using StreamHandle = void*;
 using EventHandle = void*;
 
+struct Checksums;
+
 /// One copy of `bytes` bytes; addresses of any kind of memory.
 struct Copy {
   std::int64_t dst;
@@ -35,6 +37,9 @@ class Runtime {
 
   virtual std::byte* make_device_memory(int device, std::size_t bytes) = 0;
   virtual std::byte* make_pinned_memory(int device, std::size_t bytes) = 0;
+  /// Host memory of others becomes pinned, for all devices, until it is unregistered. Touches all of it.
+  virtual void register_memory(int device, std::byte* memory, std::size_t bytes) = 0;
+  virtual void unregister_memory(int device, std::byte* memory) = 0;
   virtual void free_device_memory(int device, std::byte* memory) = 0;
   virtual void free_pinned_memory(int device, std::byte* memory) = 0;
   virtual StreamHandle make_stream(int device) = 0;
@@ -52,6 +57,7 @@ class Runtime {
   /// The table's arrays lie at table.data; `inline_bytes` of them, from `inline_data`, go with the launch where given.
   virtual void launch(int device, const Table& table, const std::byte* inline_data, std::size_t inline_bytes,
                       StreamHandle stream) = 0;
+  virtual void checksum(int device, const Checksums& work, StreamHandle stream) = 0;
 };
 
 constexpr std::size_t kInlineBytes = 3072;  ///< of a table that goes with the launch

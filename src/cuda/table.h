@@ -12,6 +12,7 @@ namespace kvstride::cuda {
 
 constexpr std::uint32_t kThreads = 256;                     ///< of a block
 constexpr std::int64_t kTileBytes = std::int64_t{1} << 14;  ///< that one tile of runs moves, about
+constexpr std::int64_t kGranule = std::int64_t{1} << 18;    ///< bytes under one checksum; the last is what is left
 constexpr std::uint32_t kSharedBytes = 17408;  ///< of a block: the largest transposed tile, 32 × 32 × 16 + 32 × 32
 
 /// n / value for n < 2^31, by one multiplication.

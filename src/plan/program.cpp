@@ -432,7 +432,7 @@ void Program::run_part(Part part, bool stream) const {
 void Program::run(const Stream& stream) const { run_all({this}, stream); }
 
 void Program::run_here(bool past_caches) const {
-  if (!recipe_->on_host()) return cuda::run({this}, {});
+  if (!recipe_->on_host()) return cuda::run_here(*this);
   run_part({0, num_bytes()}, past_caches);
 }
 

@@ -185,7 +185,7 @@ void check_size(std::int64_t bytes) {
 
 }  // namespace
 
-Memory::Memory(std::int64_t bytes) : size_(bytes) {
+Memory::Memory(std::int64_t bytes) : size_(bytes), owner_(getpid()) {
   check_size(bytes);
   if (bytes <= kMostBytes) {
     mapped_ = whole_pages(bytes);
@@ -222,8 +222,15 @@ Memory::Memory(std::int64_t bytes, const std::string& shared_name) : size_(bytes
   fd_ = fd.release();
 }
 
+void Memory::keep_from_children() noexcept {
+  if (fd_ >= 0) return;
+  kept_from_children_ = true;
+  madvise(data_, static_cast<std::size_t>(mapped_), MADV_DONTFORK);
+}
+
 Memory::~Memory() {
-  munmap(data_, static_cast<std::size_t>(mapped_));
+  // A child that did not get it may have something else there.
+  if (!kept_from_children_ || owner_ == getpid()) munmap(data_, static_cast<std::size_t>(mapped_));
   if (fd_ < 0) return;
   // A forked child has a copy of this object, but the file is its parent's.
   if (owner_ == getpid() && names(path_, fd_)) unlink(path_.c_str());

@@ -29,6 +29,9 @@ class Memory {
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
+  /// Children that are forked from now on do not get private memory: they must not look at it, and may drop this.
+  void keep_from_children() noexcept;
+
   std::byte* data() const noexcept { return data_; }
   std::int64_t size() const noexcept { return size_; }
   /// Of the mapping: bytes asked for, rounded to pages of 4 KiB. Nothing is rounded to powers of two.
@@ -42,6 +45,7 @@ class Memory {
   std::string path_;
   int fd_ = -1;
   int owner_ = 0;  // process
+  bool kept_from_children_ = false;
 };
 
 /// Removes `/dev/shm/kvstride-*` files of this user that no process has locked, and says how many.

@@ -8,8 +8,8 @@
 #include <array>
 #include <cstring>
 
+#include "cpu/hash.h"
 #include "kvstride/error.h"
-#include "store/hash.h"
 
 namespace kvstride::store {
 namespace {
@@ -48,7 +48,7 @@ std::uint64_t checksum_of(std::span<const std::byte> header) {
   Fixed fixed;
   std::memcpy(&fixed, header.data(), sizeof fixed);
   fixed.checksum = 0;
-  return xxh3(std::as_bytes(std::span(&fixed, 1)), header.subspan(sizeof fixed));
+  return cpu::xxh3(std::as_bytes(std::span(&fixed, 1)), header.subspan(sizeof fixed));
 }
 
 /// Calls `use(index, begin, end)` for the granules of a section: index of the checksum, bytes of the image.
@@ -130,7 +130,7 @@ void Frame::seal(std::byte* image, const Key& key) const {
   std::memcpy(image + kKeyAt, key.bytes().data(), key.bytes().size());
   each_granule(content_, header_bytes_, true, 0, content_.heads.count,
                [&](std::int64_t index, std::int64_t begin, std::int64_t end) {
-                 const std::uint64_t sum = xxh3({image + begin, image + end});
+                 const std::uint64_t sum = cpu::xxh3({image + begin, image + end});
                  std::memcpy(image + kFixedHeader + index * 8, &sum, sizeof sum);
                  return true;
                });
@@ -158,7 +158,7 @@ bool Frame::matches(const std::byte* image, const Key& key) const {
 bool Frame::verify(const std::byte* image, bool shared, std::int64_t first_head, std::int64_t num_heads) const {
   return each_granule(content_, header_bytes_, shared, first_head, num_heads,
                       [&](std::int64_t index, std::int64_t begin, std::int64_t end) {
-                        return xxh3({image + begin, image + end}) == sum_at(image, index);
+                        return cpu::xxh3({image + begin, image + end}) == sum_at(image, index);
                       });
 }
 

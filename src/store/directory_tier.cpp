@@ -73,10 +73,13 @@ class DirectoryTier final : public Tier {
 
   std::vector<Key> take_gone(std::uint32_t space) override { return disk_->directory_.take_gone(space); }
 
+  void pin_memory(Device device) noexcept override { disk_->pinning_.pin(device, disk_->staging_, disk_->counters_); }
+
   TierMetrics metrics() const override {
     TierMetrics out;
     out.tier = kind();
     out.detail = fmt::format("{}, {}", disk_->options_.path, disk_->engine());
+    if (const std::string pinned = disk_->pinning_.detail(); !pinned.empty()) out.detail += ", " + pinned;
     if (disk_->directory_.read_only()) out.detail += ", read-only";
     if (disk_->directory_.full()) out.detail += ": the disk was full when it was opened";
     if (disk_->directory_.lost()) out.detail += ", its account is lost: nothing can be written";

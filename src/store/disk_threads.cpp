@@ -28,7 +28,7 @@ DiskThreads::DiskThreads(const DirectoryTierOptions& options, const std::shared_
           {options.path, options.max_bytes, options.keep_free,
            options.eviction == Eviction::kLru ? Policy::kLru : Policy::kS3Fifo, options.sync, options.group, largest()},
           counters_) {
-  madvise(staging_.data(), static_cast<std::size_t>(staging_.mapped()), MADV_DONTFORK);
+  staging_.keep_from_children();
 }
 
 StagedBuffer::StagedBuffer(std::shared_ptr<DiskThreads> disk, std::int64_t offset, std::int64_t bytes)

@@ -19,6 +19,7 @@
 #include "store/arena.h"
 #include "store/directory.h"
 #include "store/io.h"
+#include "store/pinning.h"
 #include "store/tier.h"
 
 namespace kvstride::store {
@@ -79,6 +80,7 @@ class DiskThreads : public std::enable_shared_from_this<DiskThreads> {
   const std::shared_ptr<Io> io_;
   Counters counters_;
   Memory staging_;
+  Pinning pinning_;
   std::mutex staging_mutex_;
   Extents extents_;
   Directory directory_;

@@ -301,8 +301,14 @@ void StoreImpl::deliver(Fetch& fetch, const std::vector<std::shared_ptr<const Sh
     return leave();
   }
   if (!job.advance(chunk, Stage::kWaiting, Stage::kMoving)) return leave();
-  // Nothing from here to the end of the move throws.
-  for (const auto& program : programs) program->run_here(program->num_bytes() >= kStreamed);
+  try {  // nothing in the host's memory throws
+    for (const auto& program : programs) program->run_here(program->num_bytes() >= kStreamed);
+  } catch (...) {
+    for (Reading& reading : fetch.readings) keep_unsettled(job.device(), std::move(reading.result.image));
+    fetch.readings.clear();
+    end(job, chunk, Stage::kMoving, Outcome::kIoError);
+    return leave();
+  }
   if (!job.cache) {
     std::memcpy(job.to[chunk].data(), fetch.readings[0].result.image->data() + shapes[0]->frame.header_bytes(),
                 job.to[chunk].size());

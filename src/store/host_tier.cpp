@@ -7,6 +7,7 @@
 
 #include "kvstride/error.h"
 #include "store/arena.h"
+#include "store/pinning.h"
 #include "store/tier.h"
 
 namespace kvstride::store {
@@ -203,10 +204,15 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
     if (const Slot slot = index_.find(id); slot != kNoSlot) index_.held(slot).place = kOnlyHere;
   }
 
+  void pin_memory(Device device) noexcept override { pinning_.pin(device, *memory_, counters_); }
+
   TierMetrics metrics() const override {
     TierMetrics out;
     out.tier = kind();
     out.detail = memory_->path();
+    if (const std::string pinned = pinning_.detail(); !pinned.empty()) {
+      out.detail += (out.detail.empty() ? "" : ", ") + pinned;
+    }
     out.capacity_bytes = largest();
     {
       const std::lock_guard lock(mutex_);
@@ -275,6 +281,7 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
   }
 
   std::unique_ptr<Memory> memory_;
+  Pinning pinning_;
   mutable std::mutex mutex_;
   Extents extents_;
   Index index_;

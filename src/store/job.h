@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "cuda/point.h"
 #include "kvstride/store.h"
 #include "store/form.h"
 #include "store/metrics.h"
@@ -36,6 +37,7 @@ struct JobState {
   std::vector<std::span<const std::byte>> from;  ///< of put_bytes
   std::vector<std::span<std::byte>> to;          ///< of get_bytes
   std::function<bool()> after;
+  std::unique_ptr<cuda::Point> point;  ///< nothing is touched before it is reached; goes then
   Clock::time_point start;
   Clock::time_point deadline;
 
@@ -44,10 +46,13 @@ struct JobState {
   std::vector<std::atomic<Stage>> stages;
   std::vector<Outcome> outcomes;       ///< written by the owner of the last step
   std::atomic<bool> cancelled{false};  ///< what has not started is refused when a thread comes to it
+  std::atomic<bool> lost{false};       ///< nobody knows whether `point` is reached: the same is an I/O error
   std::atomic<std::size_t> left;
   std::mutex mutex;
   std::condition_variable changed;
 
+  /// Where the caller's memory is.
+  Device device() const { return cache ? cache->device() : Device{}; }
   std::span<const std::int64_t> blocks_of(std::size_t chunk) const {
     return std::span(blocks).subspan(chunk * static_cast<std::size_t>(ratio), static_cast<std::size_t>(ratio));
   }

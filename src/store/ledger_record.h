@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <span>
 
-#include "store/hash.h"
+#include "cpu/hash.h"
 
 namespace kvstride::store {
 
@@ -42,7 +42,9 @@ struct LedgerRecord {
   std::array<char, 2576> zeros{};                // at 1512
   std::uint64_t checksum = 0;                    // at 4088: XXH3-64 of all before it
 
-  std::uint64_t sum() const { return xxh3(std::as_bytes(std::span(this, 1)).first(offsetof(LedgerRecord, checksum))); }
+  std::uint64_t sum() const {
+    return cpu::xxh3(std::as_bytes(std::span(this, 1)).first(offsetof(LedgerRecord, checksum)));
+  }
 
   /// Whole, and no number so large that sums could overflow.
   static constexpr std::int64_t kMost = std::int64_t{1} << 56;

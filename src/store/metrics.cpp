@@ -46,6 +46,7 @@ const char* name_of(Count count) {
     case Count::kRemoved: return "removed";
     case Count::kProbes: return "probes";
     case Count::kDemotions: return "demotions";
+    case Count::kNotPinned: return "not_pinned";
     case Count::kNumCounts: break;
   }
   return "";

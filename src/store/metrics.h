@@ -47,6 +47,7 @@ enum class Count : std::uint8_t {
   kRemoved,
   kProbes,     ///< keys that the file system was asked about
   kDemotions,  ///< evicted chunks that went to the next tier
+  kNotPinned,  ///< memory that CUDA refused to pin
   kNumCounts
 };
 const char* name_of(Count count);

@@ -31,8 +31,10 @@ StoreImpl::Begun StoreImpl::begin_put(const Task& task) {
   }
   try {
     fill(job, chunk, *shape, image->data());
-  } catch (...) {  // nothing that check_cache() lets pass ends here but a lack of memory
-    end(job, chunk, Stage::kMoving, Outcome::kRefused);
+  } catch (...) {  // nothing that check_cache() lets pass ends here but a device, or a lack of memory
+    const bool device = !job.device().on_host();
+    if (device) keep_unsettled(job.device(), std::move(image));
+    end(job, chunk, Stage::kMoving, device ? Outcome::kIoError : Outcome::kRefused);
     leave();
     return Begun::kYes;
   }

@@ -52,7 +52,7 @@ Job StoreImpl::submit(std::shared_ptr<JobState> job) {
     if (!closed_) {
       const std::size_t queued = waiting_.size() + starved_.size() + delayed_chunks_;
       taken = std::min(chunks, options_.queue_chunks - std::min(options_.queue_chunks, queued));
-      if (job->after && taken > 0) {
+      if ((job->after || job->point) && taken > 0) {
         delayed_.push_front({Clock::now(), job, taken});
         delayed_chunks_ += taken;
       } else {
@@ -97,7 +97,7 @@ std::shared_ptr<JobState> StoreImpl::job(Verb verb, std::span<const Key> keys, c
 }
 
 Job StoreImpl::transfer(const char* name, Verb verb, std::span<const Key> keys, const Cache& cache,
-                        std::span<const std::int64_t> blocks, const RequestOptions& options) {
+                        std::span<const std::int64_t> blocks, const RequestOptions& options, const Stream& stream) {
   std::shared_ptr<JobState> out = job(verb, keys, options);
   std::optional<HeadMap> heads;
   if (options.heads) heads = HeadMap{options.heads->cache_first, options.heads->stored_first, options.heads->count};
@@ -126,6 +126,15 @@ Job StoreImpl::transfer(const char* name, Verb verb, std::span<const Key> keys, 
     }
   }
   out->cache.emplace(cache);
+  if (!cache.device().on_host()) {
+    check_process();
+    try {
+      cuda::runtime_of(cache.device());
+      if (stream.given) out->point = std::make_unique<cuda::Point>(cache.device(), stream);
+    } catch (const Error& error) {
+      throw Error(error.code(), fmt::format("{}: {}", name, error.what()));
+    }
+  }
   return submit(std::move(out));
 }
 

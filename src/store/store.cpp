@@ -181,12 +181,12 @@ Store::~Store() {
 }
 
 Job Store::put(std::span<const Key> keys, const Cache& cache, std::span<const std::int64_t> blocks,
-               const RequestOptions& options) {
-  return impl_->transfer("put", store::Verb::kPut, keys, cache, blocks, options);
+               const RequestOptions& options, const Stream& stream) {
+  return impl_->transfer("put", store::Verb::kPut, keys, cache, blocks, options, stream);
 }
 Job Store::get(std::span<const Key> keys, const Cache& cache, std::span<const std::int64_t> blocks,
-               const RequestOptions& options) {
-  return impl_->transfer("get", store::Verb::kGet, keys, cache, blocks, options);
+               const RequestOptions& options, const Stream& stream) {
+  return impl_->transfer("get", store::Verb::kGet, keys, cache, blocks, options, stream);
 }
 Job Store::put_bytes(std::span<const Key> keys, std::span<const std::span<const std::byte>> bytes,
                      const RequestOptions& options) {

@@ -102,7 +102,7 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   void start();
 
   Job transfer(const char* name, Verb verb, std::span<const Key> keys, const Cache& cache,
-               std::span<const std::int64_t> blocks, const RequestOptions& options);
+               std::span<const std::int64_t> blocks, const RequestOptions& options, const Stream& stream);
   Job transfer_bytes(const char* name, Verb verb, std::span<const Key> keys,
                      std::vector<std::span<const std::byte>> from, std::vector<std::span<std::byte>> to,
                      const RequestOptions& options);
@@ -141,7 +141,7 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   bool ask_later(std::unique_lock<std::mutex>& lock, Clock::time_point now);
   void put_back(Task task);
   void end(JobState& job, std::size_t chunk, Stage stage, Outcome outcome);
-  bool is_ready(const JobState& job);
+  bool is_ready(JobState& job);
   void leave();
 
   // Puts.
@@ -165,6 +165,10 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   BufferPtr buffer_for(std::int64_t bytes, std::size_t first_tier);
   bool fits(std::int64_t bytes) const;
 
+  // Devices.
+  void pin_tiers(Device device);
+  void keep_unsettled(Device device, BufferPtr image) noexcept;
+
   std::mutex mutex_;
   std::condition_variable work_;
   std::condition_variable watch_;
@@ -177,12 +181,14 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   std::deque<Task> starved_;  // no memory was free; the eldest is tried now and then
   Clock::time_point starved_until_{};
   std::multimap<Clock::time_point, std::weak_ptr<JobState>> jobs_;
-  std::size_t under_way_ = 0;        // puts and gets between begin and their last step
-  std::atomic<bool> closed_{false};  // changes under the lock
+  std::vector<std::pair<Device, BufferPtr>> unsettled_;  // a device that failed may still be at them
+  std::size_t under_way_ = 0;                            // puts and gets between begin and their last step
+  std::atomic<bool> closed_{false};                      // changes under the lock
   bool stop_ = false;
   bool ended_ = false;  // all of close() is done
   std::vector<std::thread> threads_;
 
+  std::atomic<bool> pinned_{false};  // tiers were asked to
   std::mutex shapes_mutex_;
   std::map<std::string, std::shared_ptr<const Shape>> shapes_;
   std::array<std::atomic<std::uint64_t>, static_cast<std::size_t>(Tally::kNumTallies)> tallies_{};

@@ -112,6 +112,10 @@ class Tier {
   /// above others.
   virtual std::vector<Key> take_gone(std::uint32_t) { return {}; }
 
+  /// A cache on a device is there: the memory that images lie in is pinned, if it is not yet and if CUDA lets it. May
+  /// take seconds.
+  virtual void pin_memory(Device) noexcept = 0;
+
   virtual TierMetrics metrics() const = 0;
 
  private:

@@ -10,8 +10,8 @@
 #include <system_error>
 #include <thread>
 
+#include "cpu/hash.h"
 #include "store/form.h"
-#include "store/hash.h"
 #include "store/inspect.h"
 
 namespace kvstride::store {
@@ -98,7 +98,7 @@ std::string Verifier::check(Io& io, int fd, std::int64_t length, const SpaceFold
   const std::vector<Bytes> all = granules(content, header->header_bytes);
   for (std::size_t i = 0; i < all.size(); ++i) {
     if (!window.have(all[i].begin, all[i].end)) return fmt::format("cut off: {} of {} bytes", window.end, expected);
-    if (xxh3({window.at(all[i].begin), window.at(all[i].end)}) == header->sums[i]) continue;
+    if (cpu::xxh3({window.at(all[i].begin), window.at(all[i].end)}) == header->sums[i]) continue;
     if (bad++ == 0) first = all[i];
   }
   window.drop(window.end);

@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <new>
 
+#include "cuda/run.h"
 #include "kvstride/error.h"
 #include "store/store_impl.h"
 
@@ -19,9 +21,19 @@ void StoreImpl::end(JobState& job, std::size_t chunk, Stage stage, Outcome outco
   job.settle(chunk, outcome);
 }
 
-bool StoreImpl::is_ready(const JobState& job) {
+/// Only one thread asks of a job at a time.
+bool StoreImpl::is_ready(JobState& job) {
   try {
-    return job.after();
+    if (job.point) {
+      if (!job.point->reached()) return false;
+      job.point = nullptr;
+    }
+  } catch (...) {
+    job.lost = true;
+    return true;
+  }
+  try {
+    return !job.after || job.after();
   } catch (...) {
     return false;  // it must not throw; the deadline ends it
   }
@@ -157,11 +169,13 @@ void StoreImpl::watch() {
 StoreImpl::Begun StoreImpl::begin(const Task& task) {
   JobState& job = *task.job;
   if (job.cancelled) end(job, task.chunk, Stage::kQueued, Outcome::kRefused);
+  if (job.lost) end(job, task.chunk, Stage::kQueued, Outcome::kIoError);
   if (job.stages[task.chunk].load() == Stage::kDone) {
     leave();
     return Begun::kYes;
   }
   try {
+    if (!job.device().on_host()) pin_tiers(job.device());
     if (is_put(job.verb)) return begin_put(task);
     auto fetch = std::make_shared<Fetch>();
     fetch->job = task.job;
@@ -190,6 +204,30 @@ BufferPtr StoreImpl::buffer_for(std::int64_t bytes, std::size_t first_tier) {
 
 bool StoreImpl::fits(std::int64_t bytes) const {
   return std::any_of(tiers_.begin(), tiers_.end(), [&](const TierPtr& tier) { return bytes <= tier->largest(); });
+}
+
+/// Once a store: the thread that comes first does it, others go on meanwhile.
+void StoreImpl::pin_tiers(Device device) {
+  if (pinned_.exchange(true)) return;
+  for (const TierPtr& tier : tiers_) tier->pin_memory(device);
+}
+
+/// After a transfer that failed: nobody gets the image's memory while the device may still be at it.
+void StoreImpl::keep_unsettled(Device device, BufferPtr image) noexcept {
+  const bool settled = cuda::settle(device);
+  std::vector<std::pair<Device, BufferPtr>> dropped;  // after the lock
+  const std::lock_guard lock(mutex_);
+  try {
+    if (!settled) {
+      unsettled_.emplace_back(device, std::move(image));
+      return;
+    }
+    for (auto& [lost, kept] : unsettled_) {
+      if (lost == device) dropped.emplace_back(lost, std::move(kept));
+    }
+    std::erase_if(unsettled_, [](const auto& one) { return one.second == nullptr; });
+  } catch (const std::bad_alloc&) {  // nor is there memory: what may be wrong of it will be found out by its checksums
+  }
 }
 
 /// The shape of what a put writes, or of what a get expects of a piece with these heads.

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // XXH3-64: the instructions that every CPU has, or AVX2 where it is there.
-#include "store/hash.h"
+#include "cpu/hash.h"
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-namespace kvstride::store {
+namespace kvstride::cpu {
 
 #ifdef KVSTRIDE_HASH_AVX2
 std::uint64_t xxh3_avx2(const void* data, std::size_t bytes);
@@ -27,4 +27,4 @@ std::uint64_t xxh3(std::span<const std::byte> first, std::span<const std::byte> 
   return XXH3_64bits_digest(&state);
 }
 
-}  // namespace kvstride::store
+}  // namespace kvstride::cpu

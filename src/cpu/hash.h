@@ -6,11 +6,11 @@
 #include <cstdint>
 #include <span>
 
-namespace kvstride::store {
+namespace kvstride::cpu {
 
 /// XXH3-64 with seed 0.
 std::uint64_t xxh3(std::span<const std::byte> bytes);
 /// The same of two pieces, one after the other.
 std::uint64_t xxh3(std::span<const std::byte> first, std::span<const std::byte> second);
 
-}  // namespace kvstride::store
+}  // namespace kvstride::cpu

@@ -7,8 +7,8 @@
 #define XXH_VECTOR XXH_AVX2
 #include <xxhash.h>
 
-namespace kvstride::store {
+namespace kvstride::cpu {
 
 std::uint64_t xxh3_avx2(const void* data, std::size_t bytes) { return XXH3_64bits(data, bytes); }
 
-}  // namespace kvstride::store
+}  // namespace kvstride::cpu
