@@ -9,6 +9,7 @@ from . import _pickle as _pickle
 from ._attention import attention, attention_calibrate, merge_states
 from ._core import Entry, Geometry, Layout, Reading, instruction_sets, layout, num_threads, registry, version
 from .blocks import (
+    checksum_blocks,
     convert_blocks,
     copy_blocks,
     expand_block_ids,
@@ -70,6 +71,7 @@ __all__ = [
     "attention",
     "attention_calibrate",
     "candidates",
+    "checksum_blocks",
     "convert_blocks",
     "copy_blocks",
     "cuda_check",

@@ -177,6 +177,19 @@ def zero_blocks(cache: Cache, ids: Any, *, null_block: int | None = None, stream
     put("zero_blocks", stream, (cache,), blocks, _core.zero_blocks, core, blocks, null)
 
 
+def checksum_blocks(cache: Cache, ids: Any, *, stream: Any = None) -> np.ndarray:
+    """One number (uint64) for each block: the same elements have the same in whatever layout, on whatever device.
+
+    The planes one after the other by name, each as `[layer, token, head, dim]`, are cut into granules of 256 KiB; the
+    number is the XXH3-64 of the granules' XXH3-64s as little-endian words. Ids may repeat and are in host memory. Waits
+    until the numbers are known.
+    """
+    core = core_of(cache, "checksum_blocks: cache")
+    blocks = to_vector(ids, "checksum_blocks: ids")
+    found = put("checksum_blocks", stream, (cache,), blocks, _core.checksum_blocks, core, blocks)
+    return np.array(found, dtype=np.uint64)
+
+
 def expand_block_ids(ids: Any, ratio: int | float) -> np.ndarray:
     """Kernel block ids of manager block ids: b becomes b × ratio … b × ratio + ratio − 1, as int64.
 

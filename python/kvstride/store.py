@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
@@ -16,8 +17,9 @@ import numpy as np
 from . import _core
 from ._args import to_flag, to_int, to_numbers, to_size
 from ._ids import to_vector
+from ._stream import put as put_on
 from ._tensor import is_torch, refuse_masked
-from .blocks import host_core_of
+from .blocks import core_of
 from .cache import Cache
 from .errors import ArgumentError, DTypeError, Error, StoreError
 from .identity import Key, Namespace
@@ -255,6 +257,7 @@ class Store(_OfProcess):
         heads: Heads | None = None,
         after: Any = None,
         deadline: float | None = None,
+        stream: Any = None,
     ) -> Job:
         """Keep blocks of `cache`, of any layout, under `keys`.
 
@@ -262,11 +265,12 @@ class Store(_OfProcess):
         count) where the cache has some of the namespace's heads. `after` is an event (`threading.Event`, `torch.Event`,
         a future, a function that answers True): nothing is read before it; None means that the bytes are ready. Events
         are first asked here; functions only by a thread of ours, one after the other, so that a slow one keeps other
-        functions waiting and not the caller. The blocks must not change until the job is done; ids are copied. Raises
-        for what is wrong whatever the store holds (LayoutError, DTypeError, BlockIndexError, ArgumentError); everything
-        else is an outcome.
+        functions waiting and not the caller. The blocks must not change until the job is done; ids are copied. A cache
+        on a CUDA device is read after what is on `stream` now, as the verbs have it (torch's current one by default).
+        Raises for what is wrong whatever the store holds (LayoutError, DTypeError, BlockIndexError, ArgumentError,
+        DeviceError); everything else is an outcome.
         """
-        return self._transfer("put", keys, cache, blocks, heads, after, deadline)
+        return self._transfer("put", keys, cache, blocks, heads, after, deadline, stream)
 
     def get(
         self,
@@ -277,26 +281,30 @@ class Store(_OfProcess):
         heads: Heads | None = None,
         after: Any = None,
         deadline: float | None = None,
+        stream: Any = None,
     ) -> Job:
         """Fill blocks of `cache` from `keys`; a chunk's blocks are written whole, or not at all.
 
         `heads` is (stored first, cache first, count); the rest is as with `put`. A chunk that several tensor-parallel
-        writers wrote is put together from their files.
+        writers wrote is put together from their files. A cache on a CUDA device gets them after what is on `stream`
+        now; work that reads them is put on a stream when the job is done. Only verified bytes are sent there; after an
+        'io_error' of the device the blocks may hold anything.
         """
         if heads is not None:
             stored, first, count = to_numbers(heads, ("stored first", "cache first", "count"), "get: heads")
             heads = (first, stored, count)
-        return self._transfer("get", keys, cache, blocks, heads, after, deadline)
+        return self._transfer("get", keys, cache, blocks, heads, after, deadline, stream)
 
     def _transfer(
-        self, verb: str, keys: Any, cache: Any, blocks: Any, heads: Any, after: Any, deadline: float | None
+        self, verb: str, keys: Any, cache: Any, blocks: Any, heads: Any, after: Any, deadline: float | None, stream: Any
     ) -> Job:
         names = to_keys(keys, verb)
-        core = host_core_of(cache, verb)
+        core = core_of(cache, f"{verb}: cache")
         ids = to_vector(blocks, f"{verb}: blocks")
         span = to_numbers(heads, ("cache first", "stored first", "count"), f"{verb}: heads")
         call = self._core.put if verb == "put" else self._core.get
-        return self._request(verb, call, (names, core, ids, span), (cache, self), after, deadline)
+        on_stream = functools.partial(put_on, verb, stream, (cache,), ids, call)
+        return self._request(verb, on_stream, (names, core, ids, span), (cache, self), after, deadline)
 
     def put_bytes(
         self, keys: Sequence[Key | bytes], buffers: Sequence[Any], *, after: Any = None, deadline: float | None = None

@@ -31,10 +31,6 @@ PlanOptions to_options(const std::optional<Span3>& heads, const std::optional<Sp
   return {to_range_pair(heads), to_range(layers), cast, scales};
 }
 
-/// A CUDA stream of the caller's; none: kvstride's own.
-using Handle = std::optional<std::uintptr_t>;
-Stream to_stream(Handle handle) { return handle ? Stream(reinterpret_cast<void*>(*handle)) : Stream(); }
-
 /// Ids in device memory: (address, bytes of an id, stride in ids, count); of pairs first the sources', then the
 /// destinations'.
 using There = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t>;
@@ -242,6 +238,12 @@ void bind_blocks(nb::module_& m) {
       },
       nb::arg("cache"), nb::arg("ids"), nb::arg("null_block").none(), nb::arg("stream").none(),
       nb::call_guard<GilReleased>());
+  m.def(
+      "checksum_blocks",
+      [](const Cache& cache, const Ids& ids, Handle stream) {
+        return checksum_blocks(cache, to_span(ids), to_stream(stream));
+      },
+      nb::arg("cache"), nb::arg("ids"), nb::arg("stream").none(), nb::call_guard<GilReleased>());
   m.def(
       "gather_tokens",
       [](const Cache& cache, const AnyIds& slots, const Cache& dense, Handle stream) {

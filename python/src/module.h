@@ -27,6 +27,12 @@ inline std::span<const kvstride::Pair> to_pairs(const IdPairs& pairs) {
   return {reinterpret_cast<const kvstride::Pair*>(pairs.data()), pairs.shape(0)};
 }
 
+/// A CUDA stream of the caller's; none: kvstride's own.
+using Handle = std::optional<std::uintptr_t>;
+inline kvstride::Stream to_stream(Handle handle) {
+  return handle ? kvstride::Stream(reinterpret_cast<void*>(*handle)) : kvstride::Stream();
+}
+
 /// A Python int of any length; `beyond` is the error for one that does not fit, kDType for what is no int.
 std::int64_t to_int64(nb::handle value, const std::string& what, kvstride::ErrorCode beyond, const std::string& limit);
 /// One line, where nanobind's own refusal takes many.

@@ -239,25 +239,25 @@ void bind_store(nb::module_& m) {
       .def(
           "put",
           [](const StoreHandle& self, const nb::list& keys, const Cache& cache, const Ids& blocks, const Heads& heads,
-             const Gate* after, std::optional<double> deadline) {
+             const Gate* after, std::optional<double> deadline, Handle stream) {
             const std::vector<Key> all = to_keys(keys);
             const RequestOptions options = to_options(heads, after, deadline);
             const GilReleased release;
-            return self->put(all, cache, to_span(blocks), options);
+            return self->put(all, cache, to_span(blocks), options, to_stream(stream));
           },
           nb::arg("keys"), nb::arg("cache"), nb::arg("blocks"), nb::arg("heads").none(), nb::arg("after").none(),
-          nb::arg("deadline").none())
+          nb::arg("deadline").none(), nb::arg("stream").none())
       .def(
           "get",
           [](const StoreHandle& self, const nb::list& keys, const Cache& cache, const Ids& blocks, const Heads& heads,
-             const Gate* after, std::optional<double> deadline) {
+             const Gate* after, std::optional<double> deadline, Handle stream) {
             const std::vector<Key> all = to_keys(keys);
             const RequestOptions options = to_options(heads, after, deadline);
             const GilReleased release;
-            return self->get(all, cache, to_span(blocks), options);
+            return self->get(all, cache, to_span(blocks), options, to_stream(stream));
           },
           nb::arg("keys"), nb::arg("cache"), nb::arg("blocks"), nb::arg("heads").none(), nb::arg("after").none(),
-          nb::arg("deadline").none())
+          nb::arg("deadline").none(), nb::arg("stream").none())
       .def(
           "put_bytes",
           [](const StoreHandle& self, const nb::list& keys,

@@ -4,6 +4,7 @@ elsewhere: what is said without a device."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -530,13 +531,55 @@ def test_what_takes_host_memory_says_so() -> None:
     mixed = {"key": FakeArray(np.zeros((2, 1, 2, 8), np.uint16)), "value": np.zeros((2, 1, 2, 8), np.uint16)}
     with refused(kv.ArgumentError, "gather_tokens: out['value']: on cpu, the first plane on cuda:0"):
         kv.gather_tokens(cache, [0], out=mixed)
+
+
+def small_namespace() -> kv.Namespace:
+    """Of NHD's blocks of 4 tokens."""
     names = {"key": "bf16", "value": "bf16"}
     sizes = {"num_layers": 2, "num_kv_heads": 2, "head_size": 8, "block_size": 4}
-    namespace = kv.Namespace(model="m", revision="r", planes=names, **sizes)
-    with kv.Store([kv.HostTier(1 << 20)], namespace=namespace) as store:
-        for verb in ("put", "get"):
-            with refused(kv.ArgumentError, f"{verb}: the cache lies on cuda:0; {verb} takes host memory"):
-                getattr(store, verb)([kv.Key(b"k")], cache, [0])
+    return kv.Namespace(model="m", revision="r", planes=names, **sizes)
+
+
+def finish(job: kv.Job) -> list[str]:
+    """The outcomes of a job whose streams are late."""
+    for _ in range(4000):
+        stand_in.drain()
+        if job.done:
+            break
+        time.sleep(0.005)
+    return job.wait()
+
+
+@on_stand_in
+def test_the_store_keeps_and_fills_caches_on_a_device() -> None:
+    memory, target, stream = oracle.Memory(NHD, 1), oracle.Memory(HND, 2), Stream()
+    cache, there = on_device(memory), on_device(target)
+    new = np.random.default_rng(3).integers(0, 256, memory.buffers[0].nbytes, dtype=np.uint8)
+    keys = [kv.Key(bytes([i])) for i in range(3)]
+    with kv.Store([kv.HostTier(1 << 20)], namespace=small_namespace()) as store:
+        for buffer in memory.buffers:  # a producer that has still to write
+            stream.write(buffer, new[: buffer.nbytes].view(buffer.dtype))
+        assert finish(store.put(keys, cache, [0, 3, 1], stream=stream)) == ["ok"] * 3
+        assert finish(store.get(keys, there, [2, 0, 4])) == ["ok"] * 3
+    expected = oracle.Memory(HND, 2)
+    host = kv.Cache([*memory.buffers], NHD)
+    kv.convert_blocks(host, kv.Cache([*expected.buffers], HND), [(0, 2), (3, 0), (1, 4)])
+    for got, want in zip(target.buffers, expected.buffers, strict=True):
+        assert (got == want).all()
+
+
+@on_stand_in
+def test_checksums_are_the_same_on_a_device() -> None:
+    memory = oracle.Memory(NHD, 1)
+    host, there = kv.Cache([*memory.buffers], NHD), on_device(memory)
+    sums = kv.checksum_blocks(host, [3, 0, 3])
+    assert sums.dtype == np.uint64 and sums[0] == sums[2] != sums[1]
+    assert (kv.checksum_blocks(there, [3, 0, 3], stream=Stream()) == sums).all()
+    other = oracle.Memory(HND, 2)
+    kv.convert_blocks(host, kv.Cache([*other.buffers], HND), [(3, 1)])
+    assert kv.checksum_blocks(kv.Cache([*other.buffers], HND), [1])[0] == sums[0], "in another layout"
+    with refused(kv.BlockIndexError, "checksum_blocks: block id 99 in ids[0] is outside"):
+        kv.checksum_blocks(host, [99])
 
 
 @on_stand_in
