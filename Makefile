@@ -13,6 +13,8 @@ MODELOPT_RELEASE ?= 0.47.0
 OFFLOAD_RELEASES ?= 0.30.0 0.31.0
 # ON in CI: a compiler warning is an error.
 WERROR ?= OFF
+# Where nvcc comes from (scripts/nvcc.sh): `auto`, `pypi`, its path; `none` builds without CUDA.
+NVCC ?= auto
 # How long `make fuzz` runs each target.
 FUZZ_SECONDS ?= 60
 # How long `make test-long` does.
@@ -24,6 +26,8 @@ LONG_SOAK_SECONDS ?= 600
 export CXX
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
 
+# CUDA in releases and wheels: without nvcc they fail, so that nobody builds half of it unknowingly.
+CUDA := $(if $(filter none,$(NVCC)),OFF,ON)
 # Builds, lints, and runs the tests that need neither torch nor vLLM.
 DEV := .venv
 # Runs everything, on a live engine.
@@ -48,6 +52,11 @@ install_wheel = wheel=$$(ls dist/kvstride-*.whl); \
   $(1)/bin/pip install -qq --force-reinstall --no-deps "$$wheel"; \
   $(call retry,$(1)/bin/pip install -qq "$$wheel[test]")
 
+# A build folder of a preset, with its warnings as errors or not.
+configure = cmake --preset $(1) -DKVSTRIDE_WERROR=$(WERROR) $(2) > build/configure-$(1).log || \
+  { cat build/configure-$(1).log; exit 1; }
+configure_release = $(call configure,release,-DKVSTRIDE_CUDA=$(CUDA))
+
 .PHONY: help
 help: ## This list
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -65,11 +74,17 @@ $(DEV)/.tools: pyproject.toml | build/.apt
 	$(call retry,$(DEV)/bin/pip install -qq --group dev)
 	touch $@
 
-dist/.wheel: $(WHEEL_FILES) | $(DEV)/.tools
+NVCC_READY := $(if $(filter none,$(NVCC)),,$(DEV)/.nvcc-$(notdir $(NVCC)))
+$(DEV)/.nvcc-%: pyproject.toml scripts/nvcc.sh | $(DEV)/.tools
+	@rm -f $(DEV)/.nvcc-*
+	scripts/nvcc.sh $(DEV) $(NVCC)
+	touch $@
+
+dist/.wheel: $(WHEEL_FILES) | $(DEV)/.tools $(NVCC_READY)
 	@echo "== wheel"
 	rm -rf dist/*.whl build/dist
 	$(DEV)/bin/pip wheel -q --no-build-isolation --no-deps --wheel-dir build/dist -C build-dir=build/wheel \
-	  -C cmake.define.KVSTRIDE_WERROR=$(WERROR) . 2> >(grep -v 'is ignored: it is neither' >&2)
+	  -C cmake.define.KVSTRIDE_WERROR=$(WERROR) -C cmake.define.KVSTRIDE_CUDA=$(CUDA) . 2> >(grep -v 'is ignored: it is neither' >&2)
 	# The libraries of Debian that others have not go into it, its tag says from which glibc on it runs.
 	auditwheel repair --wheel-dir dist build/dist/*.whl > build/auditwheel.log 2>&1 || { cat build/auditwheel.log; exit 1; }
 	cp build/wheel/python/_core.pyi python/kvstride/
@@ -102,8 +117,8 @@ $(ENGINE)/.kvstride: dist/.wheel $(ENGINE)/.vllm-$(VLLM_RELEASE)
 # --- Tests ----------------------------------------------------------------------------------------------------------
 
 .PHONY: check ctest quick test test-offload test-pythons test-long asan tsan soak fuzz
-ctest: $(DEV)/.tools
-	@cmake --preset release -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }
+ctest: $(DEV)/.tools $(NVCC_READY)
+	@$(configure_release)
 	cmake --build --preset release
 	ctest --preset release
 
@@ -135,12 +150,12 @@ test-long: test test-pythons ## Too long for every day: other CPythons, older vL
 	$(MAKE) fuzz FUZZ_SECONDS=$(LONG_FUZZ_SECONDS)
 
 asan scalar tsan: $(DEV)/.tools ## The C++ tests with AddressSanitizer and UBSan, without vectors, or with ThreadSanitizer
-	@cmake --preset $@ -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }
+	@$(call configure,$@)
 	cmake --build --preset $@
 	ctest --preset $@
 
-soak: $(DEV)/.tools ## The store under faults for SOAK_SECONDS (3600), with other dice each time
-	@cmake --preset release -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }
+soak: $(DEV)/.tools $(NVCC_READY) ## The store under faults for SOAK_SECONDS (3600), with other dice each time
+	@$(configure_release)
 	cmake --build --preset release
 	tests=(build/release/tests/kvstride_store_tests '--gtest_filter=Store?*.*:*/StorePower.*')
 	# A filter that selects nothing passes.
@@ -148,7 +163,7 @@ soak: $(DEV)/.tools ## The store under faults for SOAK_SECONDS (3600), with othe
 	KVSTRIDE_SOAK_SECONDS=$(SOAK_SECONDS) "$${tests[@]}"
 
 fuzz: $(DEV)/.tools ## Each libFuzzer target for FUZZ_SECONDS (60)
-	@cmake --preset fuzz -DKVSTRIDE_WERROR=$(WERROR) > build/configure.log || { cat build/configure.log; exit 1; }
+	@$(call configure,fuzz)
 	cmake --build --preset fuzz
 	scripts/fuzz.sh build/fuzz/fuzz $(FUZZ_SECONDS)
 
@@ -162,7 +177,7 @@ demo: $(ENGINE)/.kvstride ## A live vLLM: its KV cache through a dozen layouts; 
 # Beside vLLM and torch where `make test` has installed them.
 BENCH_ENV := $(if $(wildcard $(ENGINE)/.vllm-$(VLLM_RELEASE)),$(ENGINE),$(DEV))
 bench: $(DEV)/.tools $(BENCH_ENV)/.kvstride ## Benchmarks of the block verbs; BENCH_ARGS goes to benchmarks/report.py
-	@cmake --preset bench > build/configure.log || { cat build/configure.log; exit 1; }
+	@$(call configure,bench)
 	cmake --build --preset bench
 	$(BENCH_ENV)/bin/python benchmarks/report.py $(BENCH_ARGS)
 

@@ -2,6 +2,9 @@
 # The kernel and the calls of the CUDA runtime, or a stub that says that they are not there.
 set(use_cuda ${KVSTRIDE_CUDA})
 if(use_cuda STREQUAL "AUTO")
+  if(NOT CMAKE_CUDA_COMPILER)
+    unset(CMAKE_CUDA_COMPILER CACHE)  # it may have come since
+  endif()
   include(CheckLanguage)
   check_language(CUDA)
   set(use_cuda ${CMAKE_CUDA_COMPILER})
