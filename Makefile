@@ -116,7 +116,7 @@ $(ENGINE)/.kvstride: dist/.wheel $(ENGINE)/.vllm-$(VLLM_RELEASE)
 
 # --- Tests ----------------------------------------------------------------------------------------------------------
 
-.PHONY: check ctest quick test test-offload test-pythons test-long asan tsan soak fuzz
+.PHONY: check ctest quick test test-offload test-pythons test-long asan tsan soak gpu fuzz
 ctest: $(DEV)/.tools $(NVCC_READY)
 	@$(configure_release)
 	cmake --build --preset release
@@ -161,6 +161,10 @@ soak: $(DEV)/.tools $(NVCC_READY) ## The store under faults for SOAK_SECONDS (36
 	# A filter that selects nothing passes.
 	[[ $$("$${tests[@]}" --gtest_list_tests | grep -c '^  ') -ge 50 ]] || { echo "soak: hardly any tests selected"; exit 1; }
 	KVSTRIDE_SOAK_SECONDS=$(SOAK_SECONDS) "$${tests[@]}"
+
+gpu: $(DEV)/.tools $(NVCC_READY) ## What scripts/gpu_check.sh runs on a real device, built
+	@$(call configure,gpu,-DPython_EXECUTABLE=$(CURDIR)/$(DEV)/bin/python)
+	cmake --build --preset gpu --target kvstride_gpu_tests kvstride_cuda_bench _core
 
 fuzz: $(DEV)/.tools ## Each libFuzzer target for FUZZ_SECONDS (60)
 	@$(call configure,fuzz)

@@ -37,6 +37,7 @@ class Gpu : public testing::Test {
     test::place();  // the stand-in, where it is asked for
     std::string why;
     runtime = cuda::runtime(&why);
+    if (runtime == nullptr && std::getenv("KVSTRIDE_REQUIRE_GPU") != nullptr) FAIL() << why;
     if (runtime == nullptr) GTEST_SKIP() << "no CUDA device: " << why;
     event_ = runtime->make_event(0);
     stream = runtime->make_stream(0);
