@@ -37,7 +37,7 @@ export PATH := $(CURDIR)/$(DEV)/bin:$(PATH)
 # What needs an installed vLLM; the rest is quick.
 ENGINE_TESTS := $(addprefix tests/python/,test_engine_writes.py test_vllm_backends.py test_vllm_offload.py \
                   test_vllm_serving.py \
-                  test_modelopt_views.py test_modelopt_kernels.py)
+                  test_modelopt_views.py test_modelopt_kernels.py test_vllm_cuda_worker.py)
 QUICK_TESTS := $(filter-out $(ENGINE_TESTS),$(wildcard tests/python/test_*.py))
 RANDOM_TESTS = $(shell grep -l hypothesis $(QUICK_TESTS))
 CXX_FILES := $(shell find include src cli python/src tests fuzz benchmarks examples -name '*.cpp' -o -name '*.h')
@@ -116,7 +116,7 @@ $(ENGINE)/.kvstride: dist/.wheel $(ENGINE)/.vllm-$(VLLM_RELEASE)
 
 # --- Tests ----------------------------------------------------------------------------------------------------------
 
-.PHONY: check ctest quick test test-offload test-pythons test-long asan tsan soak gpu fuzz
+.PHONY: check ctest quick test stand-in test-offload test-pythons test-long asan scalar tsan soak gpu fuzz
 ctest: $(DEV)/.tools $(NVCC_READY)
 	@$(configure_release)
 	cmake --build --preset release
@@ -127,8 +127,25 @@ check: ctest quick ## The everyday loop: build what changed, C++ tests, quick Py
 quick: $(DEV)/.kvstride ## The Python tests that need neither torch nor vLLM
 	@$(DEV)/bin/python -m pytest -q -n auto $(QUICK_TESTS)
 
-test: ctest $(ENGINE)/.kvstride $(ENGINE)/.modelopt-$(MODELOPT_RELEASE) ## All tests, those on an installed vLLM included
+# The verbs from Python on the stand-in for CUDA: on device memory, and on it and the host's by turns.
+ON_STAND_IN := $(addprefix tests/python/,test_blocks_oracle.py test_blocks_trees.py test_cases_blockop.py test_casts.py)
+stand-in: $(DEV)/.kvstride ## The Python verbs on the stand-in for CUDA
+	@cmake --preset stand-in -DKVSTRIDE_WERROR=$(WERROR) -DPython_EXECUTABLE=$(CURDIR)/$(DEV)/bin/python > build/configure.log || { cat build/configure.log; exit 1; }
+	cmake --build --preset stand-in
+	package=build/stand-in/package/kvstride
+	rm -rf $$package && mkdir -p $$package
+	cp -r python/kvstride/. $$package && rm -f $$package/_core*
+	cp build/stand-in/python/_core.abi3.so $$package
+	export PYTHONPATH=$(CURDIR)/build/stand-in/package
+	$(DEV)/bin/python -m pytest -q tests/python/test_cuda.py
+	# Not: views, and new arrays, which only torch makes on a device.
+	for place in device mixed; do
+	  KVSTRIDE_TEST_CUDA=$$place $(DEV)/bin/python -m pytest -q -n auto $(ON_STAND_IN) -k 'not gather and not views and not tiny'
+	done
+
+test: ctest stand-in $(ENGINE)/.kvstride $(ENGINE)/.modelopt-$(MODELOPT_RELEASE) ## All tests, those on an installed vLLM included
 	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH" KVSTRIDE_REQUIRE_VLLM=1 KVSTRIDE_REQUIRE_MODELOPT=1
+	PYTHONPATH=build/stand-in/package python -m pytest -q tests/python/test_vllm_cuda_worker.py
 	python -m pytest tests/python
 
 test-offload: $(ENGINE)/.kvstride

@@ -258,29 +258,87 @@ TEST(Attention, CalibrationCountsWhatWouldBeSkipped) {
 
 /// A NaN that one row must see does not reach a row that does not see it.
 TEST(Attention, MaskedNaNStaysAway) {
-  for (const std::int64_t rows : {2, 40}) {
-    for (const bool in_value : {false, true}) {
-      Memory memory(Layout(
-          "B KV N H D", {.num_blocks = 3, .block_size = 32, .num_kv_heads = 1, .head_size = 8, .dtype = DType::kF32}));
-      for (auto& buffer : memory.buffers) std::fill(buffer.begin(), buffer.end(), std::byte{0});
-      const float nan = std::numeric_limits<float>::quiet_NaN();
-      const std::int64_t bad = 63;
-      test::encode_element(DType::kF32,
-                           memory.at(memory.layout.plane(in_value ? "value" : "key"), {0, 1, bad % 32, 0, 3}), nan);
-      std::vector<float> query(static_cast<std::size_t>(rows * 8), 1.0F);
-      std::vector<float> out(query.size(), 7.0F);
-      const std::vector<std::int64_t> table{0, 1};
-      const std::vector<std::int64_t> lengths{64};
-      const std::vector<std::int64_t> starts{0, rows};
-      attention({{reinterpret_cast<const std::byte*>(query.data()), DType::kF32, {rows, 1, 8}, {8, 8, 1}},
-                 {table.data(), true, 1, 2, 2},
-                 lengths,
-                 starts},
-                memory.cache(), 0, {reinterpret_cast<std::byte*>(out.data()), {rows, 1, 8}, {8, 8, 1}});
-      for (std::int64_t r = 0; r + 1 < rows; ++r) {
-        for (std::int64_t d = 0; d < 8; ++d) ASSERT_EQ(out[static_cast<std::size_t>(r * 8 + d)], 0.0F) << r << " " << d;
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const std::int64_t rows : {2, 40}) {
+      for (const bool in_value : {false, true}) {
+        Memory memory(Layout("B KV N H D",
+                             {.num_blocks = 3, .block_size = 32, .num_kv_heads = 1, .head_size = 8, .dtype = dtype}));
+        for (auto& buffer : memory.buffers) std::fill(buffer.begin(), buffer.end(), std::byte{0});
+        const float nan = std::numeric_limits<float>::quiet_NaN();
+        const std::int64_t bad = 63;
+        test::encode_element(dtype, memory.at(memory.layout.plane(in_value ? "value" : "key"), {0, 1, bad % 32, 0, 3}),
+                             nan);
+        const auto item = static_cast<std::size_t>(item_size(dtype));
+        std::vector<std::byte> query(static_cast<std::size_t>(rows * 8) * item);
+        for (std::size_t i = 0; i < query.size(); i += item) test::encode_element(dtype, &query[i], 1.0F);
+        std::vector<std::byte> out(query.size(), std::byte{7});
+        const std::vector<std::int64_t> table{0, 1};
+        const std::vector<std::int64_t> lengths{64};
+        const std::vector<std::int64_t> starts{0, rows};
+        attention({{query.data(), dtype, {rows, 1, 8}, {8, 8, 1}}, {table.data(), true, 1, 2, 2}, lengths, starts},
+                  memory.cache(), 0, {out.data(), {rows, 1, 8}, {8, 8, 1}});
+        const auto at = [&](std::int64_t r, std::int64_t d) {
+          return test::decode_element(dtype, &out[static_cast<std::size_t>(r * 8 + d) * item]);
+        };
+        for (std::int64_t r = 0; r + 1 < rows; ++r) {
+          for (std::int64_t d = 0; d < 8; ++d) ASSERT_EQ(at(r, d), 0.0) << name_of(dtype) << " " << r << " " << d;
+        }
+        ASSERT_TRUE(std::isnan(at(rows - 1, 3))) << name_of(dtype);
       }
-      ASSERT_TRUE(std::isnan(out[static_cast<std::size_t>((rows - 1) * 8 + 3)]));
+    }
+  }
+}
+
+/// Prompts of several tiles, with heads of sizes that do not fill a panel.
+TEST(Attention, LongPromptsEqualTheOracle) {
+  std::mt19937 random(8);
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF8E4M3}) {
+    for (const std::int64_t dim : {80, 45}) {
+      Geometry g{.num_blocks = 40, .block_size = 16, .num_kv_heads = 1, .head_size = dim, .dtype = dtype};
+      g.value_head_size = dim - 5;
+      Memory memory{Layout("B {key: N H D, value: N H D}", g)};
+      for (auto& buffer : memory.buffers) std::fill(buffer.begin(), buffer.end(), nan_byte(dtype));
+      const std::vector<std::int64_t> lengths{330};
+      const std::vector<std::int64_t> starts{0, 70};
+      std::vector<std::int32_t> table(40);
+      std::iota(table.begin(), table.end(), 0);
+      std::shuffle(table.begin(), table.end(), random);
+      const auto number = [&] { return static_cast<float>(static_cast<int>(random() % 25) - 12) / 4; };
+      for (std::int64_t key = 0; key < lengths[0]; ++key) {
+        for (const char* name : {"key", "value"}) {
+          const Plane& plane = memory.layout.plane(name);
+          for (std::int64_t d = 0; d < plane.extent(Axis::kDim); ++d) {
+            const std::int64_t block = table[static_cast<std::size_t>(key / 16)];
+            test::encode_element(dtype, memory.at(plane, {0, block, key % 16, 0, d}), number());
+          }
+        }
+      }
+      const DType query_dtype = dtype == DType::kF32 ? dtype : DType::kBF16;
+      const auto item = static_cast<std::size_t>(item_size(query_dtype));
+      const std::int64_t heads = 2;
+      std::vector<std::byte> query(static_cast<std::size_t>(70 * heads * dim) * item);
+      for (std::size_t i = 0; i < query.size(); i += item) test::encode_element(query_dtype, &query[i], number());
+      const AttentionBatch batch{{query.data(), query_dtype, {70, heads, dim}, {heads * dim, dim, 1}},
+                                 {table.data(), false, 1, 40, 40},
+                                 lengths,
+                                 starts};
+      for (const bool windowed : {false, true}) {
+        AttentionOptions options;
+        if (windowed) options.window = 77;
+        std::vector<std::byte> out(static_cast<std::size_t>(70 * heads * (dim - 5)) * item);
+        std::vector<float> lse(static_cast<std::size_t>(70 * heads));
+        attention(batch, memory.cache(), 0,
+                  {out.data(), {70, heads, dim - 5}, {heads * (dim - 5), dim - 5, 1}, lse.data()}, options);
+        const Attended expected = AttentionOracle(batch, memory, 0, options)();
+        for (std::size_t i = 0; i < expected.out.size(); ++i) {
+          ASSERT_NEAR(test::decode_element(query_dtype, &out[i * item]), expected.out[i],
+                      tolerance(query_dtype) * (1 + std::fabs(expected.out[i])))
+              << name_of(dtype) << " of " << dim << ", " << windowed << ": " << i;
+        }
+        for (std::size_t i = 0; i < lse.size(); ++i) {
+          ASSERT_NEAR(lse[i], expected.lse[i], 1e-5 * (1 + std::fabs(expected.lse[i]))) << i;
+        }
+      }
     }
   }
 }

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -64,9 +65,19 @@ class HostRuntime : public cuda::Runtime {
   int fail_at = -1;
   std::string fail_name;
   std::int64_t grid = 3;  ///< blocks of a launch
+  /// Streams that are being captured; of those events nobody may ask.
+  std::set<cuda::StreamHandle> captured;
 
   std::string status() override { return "a stand-in on the host"; }
   int num_devices() override { return devices_; }
+  std::optional<int> device_of(const void* memory) override {
+    const std::lock_guard lock(mutex_);
+    const auto after = placed_.upper_bound(static_cast<const std::byte*>(memory));
+    if (after == placed_.begin()) return std::nullopt;
+    const auto& [first, place] = *std::prev(after);
+    if (static_cast<const std::byte*>(memory) >= first + place.bytes) return std::nullopt;
+    return place.device;
+  }
 
   std::byte* make_device_memory(int device, std::size_t bytes) override {
     return make("make_device_memory", device, bytes);
@@ -88,6 +99,10 @@ class HostRuntime : public cuda::Runtime {
     note({"make_event", device});
     events_.push_back(std::make_unique<Event>());
     return events_.back().get();
+  }
+  bool capturing(int, cuda::StreamHandle stream) override {
+    const std::lock_guard lock(mutex_);
+    return captured.contains(stream);
   }
   void record(int device, cuda::EventHandle event, cuda::StreamHandle stream) override {
     const std::lock_guard lock(mutex_);
@@ -147,6 +162,14 @@ class HostRuntime : public cuda::Runtime {
     });
   }
 
+  /// Says where a piece of the host's memory lies, −1 for pinned memory; of 0 bytes: that it is gone. Other memory
+  /// CUDA does not know.
+  void place(const std::byte* memory, std::size_t bytes, int device) {
+    const std::lock_guard lock(mutex_);
+    placed_.erase(placed_.lower_bound(memory), placed_.lower_bound(memory + std::max<std::size_t>(bytes, 1)));
+    if (bytes > 0) placed_[memory] = {bytes, device};
+  }
+
   /// A stream of the tests' own, and work on it.
   cuda::StreamHandle stream() { return make_stream(0); }
   void enqueue(cuda::StreamHandle stream, std::function<void()> work) {
@@ -165,6 +188,10 @@ class HostRuntime : public cuda::Runtime {
   std::size_t memories() const { return memory_.size(); }
 
  private:
+  struct Place {
+    std::size_t bytes;
+    int device;
+  };
   struct Event {
     std::uint64_t recorded = 0;
     std::uint64_t reached = 0;
@@ -233,6 +260,7 @@ class HostRuntime : public cuda::Runtime {
   std::mt19937 random_;
   std::mutex mutex_;
   std::set<std::byte*> memory_;
+  std::map<const std::byte*, Place> placed_;
   std::vector<std::unique_ptr<Queue>> streams_;
   std::vector<std::unique_ptr<Event>> events_;
   Queue default_;

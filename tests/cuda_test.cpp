@@ -285,6 +285,68 @@ TEST_F(Cuda, WhatIsRefused) {
             "attention: the cache lies on cuda:0; it reads host memory only");
 }
 
+/// What one launch does is captured and nothing else is put on the stream; the rest is refused before anything is.
+TEST_F(Cuda, AStreamThatIsCaptured) {
+  Memory src(Layout("B KV N H D", small_geometry()), 1);
+  Memory dst(Layout("B KV H N D", small_geometry()), 2);
+  Memory want = dst;
+  const std::vector<Pair> pairs{{0, 1}, {3, 2}};
+  test::convert(src, want, pairs);
+  const auto before = dst.buffers;
+  void* stream = runtime.stream();
+  const Stream on_it(stream);
+  runtime.captured.insert(stream);
+  runtime.calls.clear();
+  const auto refused = [&](const std::string& verb, const std::string& what, const auto& call) {
+    const auto error = thrown(call);
+    EXPECT_EQ(error.code, static_cast<int>(ErrorCode::kDevice));
+    EXPECT_EQ(error.what, verb + ": cuda:0: the stream is being captured into a CUDA graph, which cannot take " + what);
+    EXPECT_TRUE(runtime.calls.empty()) << runtime.calls.front().name;
+  };
+  const std::string other_memory = "copies from one memory to another";
+  refused("convert_blocks", other_memory, [&] { convert_blocks(on(src, -1), on(dst, 0), pairs, {}, {}, on_it); });
+  refused("convert_blocks", other_memory, [&] { convert_blocks(on(src, 0), on(dst, -1), pairs, {}, {}, on_it); });
+  refused("convert_blocks", other_memory, [&] { convert_blocks(on(src, 1), on(dst, 0), pairs, {}, {}, on_it); });
+  const std::vector<std::int64_t> ids{0, 1};
+  const DeviceList list{ids.data(), 8, 1, 2};
+  refused("zero_blocks", "ids in device memory", [&] { zero_blocks(on(dst, 0), list, on_it); });
+  const std::vector<Pair> swapped{{0, 1}, {1, 0}};
+  refused("copy_blocks", "pairs whose source another one overwrites",
+          [&] { copy_blocks(on(dst, 0), swapped, {}, {}, on_it); });
+  Geometry many = small_geometry();
+  many.num_blocks = 1000;
+  Memory large(Layout("B KV N H D", many), 3);
+  std::vector<std::int64_t> all;
+  for (std::int64_t i = 0; i < many.num_blocks; i += 3) all.push_back(i);
+  refused("zero_blocks", "so many blocks in one call", [&] { zero_blocks(on(large, 0), all, {}, on_it); });
+  EXPECT_EQ(dst.buffers, before);
+
+  convert_blocks(on(src, 0), on(dst, 0), pairs, {}, {}, on_it);
+  ASSERT_EQ(runtime.calls.size(), 1U);
+  EXPECT_EQ(runtime.calls.front().name, "launch");
+  runtime.captured.clear();
+  runtime.drain();  // the graph runs
+  EXPECT_EQ(dst.buffers, want.buffers);
+  EXPECT_NO_THROW(zero_blocks(on(dst, 0), list, on_it));
+}
+
+TEST_F(Cuda, WhereMemoryLiesAndWaitingForAStream) {
+  std::vector<std::byte> memory(64);
+  runtime.place(memory.data(), 32, 1);
+  runtime.place(memory.data() + 32, 16, -1);
+  EXPECT_EQ(device_of(memory.data()), Device{1});
+  EXPECT_EQ(device_of(memory.data() + 31), Device{1});
+  EXPECT_EQ(device_of(memory.data() + 40), Device{});
+  EXPECT_EQ(device_of(memory.data() + 48), std::nullopt);
+  void* stream = runtime.stream();
+  bool done = false;
+  runtime.enqueue(stream, [&] { done = true; });
+  wait_for({0}, Stream(stream));
+  EXPECT_TRUE(done);
+  EXPECT_NO_THROW(wait_for({0}, Stream()));  // kvstride's own
+  EXPECT_EQ(thrown([] { wait_for({2}, Stream()); }).what, "cuda:2: there are 2 devices");
+}
+
 TEST(CudaDivisor, EqualsDivision) {
   std::mt19937 random(3);
   for (std::int64_t value : {1, 2, 3, 5, 7, 11, 16, 100, 255, 641, 65535, 65537, 1 << 30, (1 << 30) + 1, 2147483647}) {

@@ -12,5 +12,8 @@ for set in $sets; do
     echo "== $set, KVSTRIDE_STREAM_BYTES=$bytes"
     KVSTRIDE_CPU_TARGET=$set KVSTRIDE_STREAM_BYTES=$bytes KVSTRIDE_EXPECT_TARGET=$set "$tests" --gtest_brief=1 --gtest_filter="Kernels.*:Blocks.*:*Format*:Bf16.*"
   done
-  KVSTRIDE_CPU_TARGET=$set KVSTRIDE_EXPECT_TARGET=$set "$tests" --gtest_brief=1 --gtest_filter="Attention.*"
+  for matrix in auto off emulated; do
+    echo "== $set, KVSTRIDE_MATRIX=$matrix"
+    KVSTRIDE_CPU_TARGET=$set KVSTRIDE_MATRIX=$matrix KVSTRIDE_EXPECT_TARGET=$set "$tests" --gtest_brief=1 --gtest_filter="Attention.*:Products.*"
+  done
 done

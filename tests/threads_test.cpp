@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Verbs from many threads at once, the pool's split of large jobs, and forked children. Run under ThreadSanitizer too.
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -11,6 +12,8 @@
 #include <set>
 #include <thread>
 
+#include "child.h"
+#include "cpu/openmp.h"
 #include "cpu/pool.h"
 #include "oracle.h"
 
@@ -163,6 +166,44 @@ TEST(Threads, C91WhatIsBoundIsACopyOfTheIds) {
   pairs[0] = {3, 4};
   plan.run();
   EXPECT_EQ(dst.buffers, want.buffers);
+}
+
+/// As torch loads it: for the whole process, after us.
+TEST(Threads, AComputationUsesTheThreadsOfOpenMP) {
+#if defined(__SANITIZE_THREAD__) || defined(__clang__)
+  GTEST_SKIP() << "OpenMP's runtime is not built for ThreadSanitizer, which clang builds are for";
+#endif
+  EXPECT_EQ(cpu::openmp_threads(), 0);
+  EXPECT_EQ(cpu::team_threads(), num_threads());
+  if (::dlopen("libgomp.so.1", RTLD_NOW | RTLD_GLOBAL) == nullptr) GTEST_SKIP() << "no libgomp.so.1 here";
+  ASSERT_GE(cpu::openmp_threads(), 1);
+  EXPECT_EQ(cpu::team_threads(), cpu::openmp_threads());
+  std::mutex mutex;
+  std::set<std::thread::id> threads;
+  std::set<int> indices;
+  const auto meet = [&](int index) {
+    const std::lock_guard lock(mutex);
+    threads.insert(std::this_thread::get_id());
+    indices.insert(index);
+  };
+  cpu::run_team(3, meet);
+  EXPECT_EQ(indices.size(), threads.size());
+  EXPECT_TRUE(indices.contains(0));
+  EXPECT_TRUE(threads.contains(std::this_thread::get_id()));
+  const std::set<std::thread::id> lent = threads;
+  cpu::run_team(3, meet);
+  EXPECT_EQ(threads, lent) << "the runtime's threads are kept";
+
+  set_num_threads(2);
+  EXPECT_EQ(cpu::team_threads(), 2);
+  set_num_threads(0);
+  EXPECT_EQ(in_child([&] {
+              std::atomic<int> calls{0};
+              cpu::run_team(2, [&](int) { ++calls; });
+              return cpu::openmp_threads() == 0 && calls == 2 ? 0 : 1;
+            }),
+            0)
+      << "a forked child has none of them";
 }
 
 }  // namespace

@@ -21,6 +21,7 @@ from .blocks import (
 )
 from .cache import Cache
 from .detect import candidates, detect, probe
+from .device import cuda_check, cuda_status, num_cuda_devices
 from .errors import (
     AmbiguousLayout,
     ArgumentError,
@@ -71,12 +72,15 @@ __all__ = [
     "candidates",
     "convert_blocks",
     "copy_blocks",
+    "cuda_check",
+    "cuda_status",
     "detect",
     "expand_block_ids",
     "gather_tokens",
     "instruction_sets",
     "layout",
     "merge_states",
+    "num_cuda_devices",
     "num_threads",
     "probe",
     "registry",

@@ -86,7 +86,7 @@ def to_floats(value: Any, what: str) -> list[float]:
     """One or many numbers; `what` begins the message, as in 'sinks is'. Raises DTypeError for what is no number."""
     refuse_masked(value, what.removesuffix(" is"))
     try:
-        array = np.asarray(value.detach().float() if is_torch(value) else value)
+        array = np.asarray(value.detach().float().cpu() if is_torch(value) else value)
     except (TypeError, ValueError):
         array = np.asarray(None)
     if array.dtype.kind not in "fiu" and array.dtype.name not in ("bfloat16",):

@@ -16,7 +16,7 @@ from . import _core
 from ._args import to_flag, to_floats, to_int, to_numbers, to_scale, to_size
 from ._ids import to_ids, to_vector
 from ._tensor import TensorInfo, empty_like, inspect, is_torch, refuse_masked
-from .blocks import core_of
+from .blocks import host_core_of
 from .cache import Cache
 from .errors import ArgumentError, DTypeError
 
@@ -201,7 +201,7 @@ class _Call:
         return_lse: bool,
     ) -> None:
         self.verb = verb
-        self.core = core_of(cache, f"{verb}: cache")
+        self.core = host_core_of(cache, verb)
         self.query = _rows(q, f"{verb}: q")
         self.dtype = _compute_dtype(self.query, f"{verb}: q")
         self.seq_lens = to_vector(seq_lens, f"{verb}: seq_lens")

@@ -22,11 +22,14 @@ class Cache:
     where the geometry is given) or be flat buffers of at least `layout.num_bytes` bytes. Outer strides are the tensors'
     own. bf16 and f8 in numpy are uint16 and uint8; then the dtype comes from `geometry` (or from the order).
 
-    An array that is made read-only later is not written any more.
+    Tensors lie in host memory (torch's pinned one included) or, all of a cache, on one CUDA device: torch tensors,
+    objects with `__cuda_array_interface__` (cupy, numba …), DLPack exporters where torch is imported to read them.
+    Whether that device can be used is asked by the first verb; views need nothing. Views of `__cuda_array_interface__`
+    memory are objects that have it, too. An array that is made read-only later is not written any more.
 
     Raises LayoutError where the tensors contradict the layout, AmbiguousLayout where two readings of them fit and
-    differ, DTypeError where dtypes differ, ArgumentError for tensors that share memory, are on another device, sparse,
-    meta, conjugate or negative.
+    differ, DTypeError where dtypes differ, ArgumentError for tensors that share memory, are on several devices or one
+    of another kind, sparse, meta, conjugate or negative; DeviceError for `__cuda_array_interface__` without CUDA.
     """
 
     def __init__(self, tensors: Any, layout: Layout | str, *, geometry: Geometry | None = None) -> None:
@@ -38,7 +41,7 @@ class Cache:
             raise ArgumentError("Cache: a Layout has its geometry; give geometry only with a name or an order")
         num_parts = layout.num_parts if isinstance(layout, Layout) else _core.num_parts(layout)
         columns = _columns(tensors, num_parts)
-        infos = [[inspect(t, f"Cache: tensor {i}") for i, t in enumerate(column)] for column in columns]
+        infos = [[inspect(t, f"Cache: tensor {i}", where="cuda") for i, t in enumerate(column)] for column in columns]
         known = layout.geometry if isinstance(layout, Layout) else geometry
         sizes, dtype = _hints(known, infos)
         for column in infos:
@@ -48,7 +51,13 @@ class Cache:
         _check_dtypes(bound, infos, known is not None)
         #: One for each (layer, part), in the layout's order.
         self.tensors: list[TensorInfo] = [column[i] for i in range(len(infos[0])) for column in infos]
-        self._core = _core.Cache([t.address for t in self.tensors], bound, any(t.read_only for t in self.tensors))
+        _check_one_device(self.tensors)
+        #: Where the tensors lie, as torch writes it: 'cpu', 'cuda:0' …
+        self.device: str = self.tensors[0].device
+        #: The number of the CUDA device, -1 on the host.
+        self.cuda: int = self.tensors[0].cuda
+        read_only = any(t.read_only for t in self.tensors)
+        self._core = _core.Cache([t.address for t in self.tensors], bound, read_only, self.cuda)
         self._layout = bound
         self._owners = [t.owner for t in self.tensors]
         #: Whether each is a numpy array, not a torch tensor.
@@ -64,7 +73,7 @@ class Cache:
                 t._replace(read_only=t.read_only or (array and not t.owner.flags.writeable))
                 for t, array in zip(self.tensors, self._arrays, strict=True)
             ]
-            self._core = _core.Cache([t.address for t in self.tensors], self._layout, True)
+            self._core = _core.Cache([t.address for t in self.tensors], self._layout, True, self.cuda)
         return self._core
 
     @property
@@ -140,6 +149,14 @@ def _check_alike(column: list[TensorInfo]) -> None:
                 f"Cache: tensor {i} has shape {list(other.shape)} strides {list(other.strides)} {other.dtype_name}, "
                 f"tensor 0 shape {list(first.shape)} strides {list(first.strides)} {first.dtype_name}; "
                 "layers of different sizes are different caches"
+            )
+
+
+def _check_one_device(tensors: list[TensorInfo]) -> None:
+    for i, tensor in enumerate(tensors):
+        if tensor.device != tensors[0].device:
+            raise ArgumentError(
+                f"Cache: tensor 0 lies on {tensors[0].device}, tensor {i} on {tensor.device}; a cache has one device"
             )
 
 

@@ -29,7 +29,8 @@ def candidates(
 
     Considered are the rows of the registry that are not opaque, by the shape that the engine declares and by their
     natural shape; `among` narrows them to names or engines. `strides` are in elements, None means C-contiguous; without
-    `num_layers` the tensor is one layer. Every hint that is given must agree.
+    `num_layers` the tensor is one layer. Every hint that is given must agree. Memory is not read: a tensor may lie on
+    any device.
     """
     return list(_core.candidates(*_question(locals())))
 
@@ -72,7 +73,7 @@ def _question(given: dict[str, Any]) -> tuple[Any, dict[str, int], str | None, l
     if is_tensor(thing) or (isinstance(thing, (list, tuple)) and thing and all(is_tensor(t) for t in thing)):
         if strides is not None:
             raise ArgumentError("detect: a tensor has its own strides; give strides only with a shape")
-        infos = [inspect(t, "detect: tensor") for t in ([thing] if is_tensor(thing) else thing)]
+        infos = [inspect(t, "detect: tensor", where="any") for t in ([thing] if is_tensor(thing) else thing)]
         dtype = dtype or next((info.dtype for info in infos if info.dtype is not None), None)
         return [info.part for info in infos], sizes, dtype, among
     if not isinstance(thing, (list, tuple)):

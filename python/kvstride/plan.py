@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from . import _core
 from ._args import to_flag, to_layers, to_scales, to_span
 from ._ids import to_pairs, to_vector
+from ._stream import put
 from .blocks import Layers, Span, token_span
 from .cache import Cache
 from .errors import ArgumentError
@@ -46,7 +47,10 @@ class Plan:
         )
 
     def bind(self, pairs: Any = None, *, src_blocks: Any = None, dst_blocks: Any = None) -> Plan:
-        """Bind block pairs, or two token sequences (with `tokens` of the plan). Returns the plan."""
+        """Bind block pairs, or two token sequences (with `tokens` of the plan). Returns the plan.
+
+        The ids are in host memory; those in device memory go to the verbs themselves.
+        """
         if pairs is not None:
             if self._tokens is not None or src_blocks is not None or dst_blocks is not None:
                 raise ArgumentError("Plan.bind: a plan with tokens is bound with src_blocks= and dst_blocks=")
@@ -80,10 +84,13 @@ class Plan:
         self._check_alive()
         self._core.check()
 
-    def run(self) -> None:
-        """Move the bytes. Raises ArgumentError for a plan of layouts and where read and written bytes meet."""
+    def run(self, *, stream: Any = None) -> None:
+        """Move the bytes. Raises ArgumentError for a plan of layouts and where read and written bytes meet.
+
+        `stream` as for the verbs: where the work goes if a cache lies on a CUDA device.
+        """
         self._check_alive()
-        self._core.run()
+        put("Plan.run", stream, [end for end in self._keep if isinstance(end, Cache)], None, self._core.run)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("Plan: it cannot be pickled or copied; pickle the layouts and build it again")

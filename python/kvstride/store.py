@@ -17,7 +17,7 @@ from . import _core
 from ._args import to_flag, to_int, to_numbers, to_size
 from ._ids import to_vector
 from ._tensor import is_torch, refuse_masked
-from .blocks import core_of
+from .blocks import host_core_of
 from .cache import Cache
 from .errors import ArgumentError, DTypeError, Error, StoreError
 from .identity import Key, Namespace
@@ -292,7 +292,7 @@ class Store(_OfProcess):
         self, verb: str, keys: Any, cache: Any, blocks: Any, heads: Any, after: Any, deadline: float | None
     ) -> Job:
         names = to_keys(keys, verb)
-        core = core_of(cache, f"{verb}: cache")
+        core = host_core_of(cache, verb)
         ids = to_vector(blocks, f"{verb}: blocks")
         span = to_numbers(heads, ("cache first", "stored first", "count"), f"{verb}: heads")
         call = self._core.put if verb == "put" else self._core.get

@@ -8,7 +8,6 @@
 
 #include "attention/item.h"
 #include "cpu/pool.h"
-#include "kvstride/threads.h"
 
 namespace kvstride {
 namespace {
@@ -27,7 +26,7 @@ int threads_for(const Problem& problem, const std::vector<Item>& items) {
   }
   work *= static_cast<double>(problem.keys.dim() + problem.values.dim());
   const double most = std::min<double>(static_cast<double>(items.size()), work / kWorkOfThread + 1);
-  return static_cast<int>(std::clamp<double>(most, 1, num_threads()));
+  return static_cast<int>(std::clamp<double>(most, 1, cpu::team_threads()));
 }
 
 bool same_rows(const Item& a, const Item& b) {
@@ -129,7 +128,7 @@ void attention(const AttentionBatch& batch, const Cache& cache, std::int64_t lay
   for (std::size_t first = 0; first < items.size();) {
     const Wave wave(items, first, sizes);
     std::atomic<std::size_t> next{first};
-    cpu::parallel_for(threads, threads, [&](int worker) {
+    cpu::run_team(threads, [&](int worker) {
       while (true) {
         const std::size_t i = next.fetch_add(1, std::memory_order_relaxed);
         if (i >= wave.end()) return;

@@ -280,8 +280,9 @@ void check_sequences(Problem& problem, const Cache& cache) {
 Problem checked(const AttentionBatch& batch, const Cache& cache, std::int64_t layer, const AttentionOutput& output,
                 const AttentionOptions& options) {
   check_layout(cache, layer);
-  Problem problem{batch, output, options, {cache, "key", layer}, {cache, "value", layer}};
+  Problem problem{batch, output, options, {cache, "key", layer}, {cache, "value", layer}, {}};
   check_query(batch.query, problem.keys, problem.values);
+  problem.products = cpu::products(batch.query.dtype, problem.keys.row_dtype(), problem.values.row_dtype());
   problem.block_size = cache.layout().geometry().block_size;
   problem.heads = batch.query.shape[1];
   problem.group = problem.heads / problem.keys.heads();

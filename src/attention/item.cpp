@@ -29,6 +29,7 @@ class Run {
         math_(cpu::attention_math()),
         keys_(cpu::key_loops(problem.keys.row_dtype())),
         values_(cpu::value_loops(problem.values.row_dtype())),
+        products_(problem.products),
         tiled_(problem.tiled(sequence_)),
         dim_(problem.keys.dim()),
         value_dim_(problem.values.dim()) {}
@@ -60,17 +61,39 @@ class Run {
   void load_query() {
     const TokenTensor& q = problem_.batch.query;
     const std::int64_t item = item_size(q.dtype);
-    for (std::int64_t h = 0; h < item_.all_heads(); ++h) {
-      const std::int64_t head = item_.kv_head * problem_.group + item_.first_head + h;
-      for (std::int64_t r = 0; r < item_.rows; ++r) {
-        const std::int64_t token = sequence_.query + item_.first_row + r;
-        const std::byte* from = q.data + (token * q.strides[0] + head * q.strides[1]) * item;
-        float* to = space_.query + row_of(h, r) * sizes_.query_step;
-        read_row(to, from, q.dtype, q.strides[2], dim_, reinterpret_cast<std::byte*>(space_.row));
-        std::fill(to + dim_, to + sizes_.query_step, 0.0F);
-        if (item_.direct) keys_.order(to, dim_);
+    // A token's heads lie side by side.
+    for (std::int64_t r = 0; r < item_.rows; ++r) {
+      const std::int64_t token = sequence_.query + item_.first_row + r;
+      for (std::int64_t h = 0; h < item_.all_heads(); ++h) {
+        const std::int64_t head = item_.kv_head * problem_.group + item_.first_head + h;
+        load_row(row_of(h, r), q.data + (token * q.strides[0] + head * q.strides[1]) * item, q);
       }
     }
+  }
+
+  void load_row(std::int64_t row, const std::byte* from, const TokenTensor& q) {
+    float* to = space_.query + row * sizes_.query_step;
+    const bool narrow = !item_.direct && products_.narrow();
+    if (narrow && q.strides[2] == 1) {
+      // It is what the products take.
+      const std::int64_t bytes = dim_ * products_.item;
+      std::memcpy(narrow_row(row), from, static_cast<std::size_t>(bytes));
+      std::memset(narrow_row(row) + bytes, 0, static_cast<std::size_t>(sizes_.query_step * products_.item - bytes));
+      return;
+    }
+    read_row(to, from, q.dtype, q.strides[2], dim_, reinterpret_cast<std::byte*>(space_.row));
+    std::fill(to + dim_, to + sizes_.query_step, 0.0F);
+    if (narrow) math_.narrow(narrow_row(row), to, sizes_.query_step);
+    if (item_.direct) keys_.order(to, dim_);
+  }
+
+  /// Rows of the query as the products take them.
+  std::byte* narrow_row(std::int64_t row) const {
+    return space_.narrow_query + row * sizes_.query_step * products_.item;
+  }
+  const std::byte* factor_row(std::int64_t row) const {
+    if (products_.narrow()) return narrow_row(row);
+    return reinterpret_cast<const std::byte*>(space_.query + row * sizes_.query_step);
   }
 
   std::int64_t row_of(std::int64_t head, std::int64_t row) const { return head * item_.rows + row; }
@@ -85,8 +108,8 @@ class Run {
                        space_.key_staging.data());
     values_ready_ = false;
     if (item_.direct) return run_rows({0, item_.all_heads(), 0, item_.rows});
-    keys_.pack(space_.key_panels, space_.key_rows.data(), count, dim_);
-    const std::int64_t step = tiled_ ? item_.rows : kScoreRows;
+    products_.pack_keys(space_.key_panels, space_.key_rows.data(), count, dim_);
+    const std::int64_t step = tiled_ ? item_.rows : products_.rows;
     for (std::int64_t h = 0; h < item_.heads; ++h) {
       for (std::int64_t r = 0; r < item_.rows; r += step) run_rows({h, h + 1, r, std::min(r + step, item_.rows)});
     }
@@ -119,38 +142,54 @@ class Run {
   void make_scores(const Rows& rows) {
     const std::int64_t count = end_ - first_;
     float* to = scores_of(rows, rows.first_head, rows.first_row) + (first_ - tile_);
-    const float* query = space_.query + row_of(rows.first_head, rows.first_row) * sizes_.query_step;
+    const std::int64_t first_row = row_of(rows.first_head, rows.first_row);
     const std::int64_t num = (rows.end_head - rows.first_head) * (rows.end_row - rows.first_row);
     if (item_.direct) {
+      const float* query = space_.query + first_row * sizes_.query_step;
       keys_.scores(to, sizes_.score_step, query, sizes_.query_step, num / item_.kv_heads, space_.key_rows.data(), count,
                    dim_, {item_.kv_heads, 0, problem_.keys.head_step()});
       return;
     }
-    for (std::int64_t r = 0; r < num; r += kScoreRows) {
-      const std::int64_t some = std::min(kScoreRows, num - r);
+    const std::int64_t depth = products_.padded_depth(dim_);
+    for (std::int64_t r = 0; r < num; r += products_.rows) {
+      const std::int64_t some = std::min(products_.rows, num - r);
       const std::int64_t seen = end_of(rows.first_row + r + some - 1) - first_;
       if (seen <= 0) continue;
-      math_.multiply(to + r * sizes_.score_step, sizes_.score_step, query + r * sizes_.query_step, sizes_.query_step,
-                     some, space_.key_panels, dim_, dim_ * math_.panel, (seen + math_.panel - 1) / math_.panel);
+      products_.multiply(to + r * sizes_.score_step, sizes_.score_step, factor_row(first_row + r), sizes_.query_step,
+                         some, space_.key_panels, depth, depth * products_.panel,
+                         (seen + products_.panel - 1) / products_.panel);
     }
   }
 
-  /// Scale, soft cap, mask, N:M; the largest of each row.
+  /// What scores must be multiplied by.
+  float scale_of(std::int64_t head) const {
+    return problem_.scale * problem_.key_scale(item_.kv_head + head / item_.heads) * (item_.direct ? keys_.unit : 1.0F);
+  }
+
+  /// Whether it is done with the scores already before the softmax, so that cap and N:M see them as they are. A large
+  /// one takes them beyond f32, where they are infinite.
+  bool scales_first(std::int64_t head) const {
+    const float scale = scale_of(head);
+    return problem_.options.soft_cap > 0.0F || sequence_.keep || !(scale > 0.0F && scale <= 1.0F);
+  }
+
+  /// Mask, soft cap, N:M; the largest of each row.
   void finish_scores(const Rows& rows, std::int64_t head) {
-    const std::int64_t width = score_width();
-    const float scale =
-        problem_.scale * problem_.key_scale(item_.kv_head + head / item_.heads) * (item_.direct ? keys_.unit : 1.0F);
+    const std::int64_t width = score_width(rows);
     for (std::int64_t r = rows.first_row; r < rows.end_row; ++r) {
       float* scores = scores_of(rows, head, r);
       const std::int64_t first = std::min(first_of(r), end_) - tile_;
       const std::int64_t end = std::max(end_of(r) - tile_, first);
       float& largest = space_.largest[row_of(head, r)];
-      largest = math_.finish(scores, first, end, width, scale, problem_.options.soft_cap);
+      largest = math_.finish(scores, first, end, width, scale_of(head), problem_.options.soft_cap, scales_first(head));
       if (sequence_.keep) largest = keep(scores, r, first, end, width);
     }
   }
 
-  std::int64_t score_width() const { return cpu::padded(end_ - tile_); }
+  /// Scores of a tile that one of some rows may see, padded.
+  std::int64_t score_width(const Rows& rows) const {
+    return cpu::padded(std::max(end_of(rows.end_row - 1), first_) - tile_);
+  }
 
   float keep(float* scores, std::int64_t row, std::int64_t first, std::int64_t end, std::int64_t width) {
     const KeepNofM& rule = *problem_.keep;
@@ -164,7 +203,7 @@ class Run {
     };
     restore(0, rule.sink_tokens);
     restore(position - rule.recent + 1, position + 1);
-    return math_.finish(scores, first, end, width, 1.0F, 0.0F);
+    return math_.finish(scores, first, end, width, 1.0F, 0.0F, false);
   }
 
   /// The rule of skip-softmax for a tile of one head: every row's largest score is below its running maximum by more
@@ -194,17 +233,19 @@ class Run {
 
   /// Softmax of the scores and their part of the values, for the heads that were kept.
   void use_values(const Rows& rows, const Rows& kept) {
-    for (std::int64_t h = kept.first_head; h < kept.end_head; ++h) {
-      for (std::int64_t r = rows.first_row; r < rows.end_row; ++r) weigh(scores_of(rows, h, r), row_of(h, r));
-    }
     if (!values_ready_) prepare_values();
+    for (std::int64_t h = kept.first_head; h < kept.end_head; ++h) {
+      const float scale = scales_first(h) ? 1.0F : scale_of(h);
+      for (std::int64_t r = rows.first_row; r < rows.end_row; ++r) weigh(rows, h, r, scale);
+    }
     if (item_.direct) return add_direct(rows, kept);
-    for (std::int64_t r = rows.first_row; r < rows.end_row; r += kScoreRows) {
-      add_packed(rows, kept.first_head, r, std::min(r + kScoreRows, rows.end_row));
+    for (std::int64_t r = rows.first_row; r < rows.end_row; r += products_.rows) {
+      add_packed(rows, kept.first_head, r, std::min(r + products_.rows, rows.end_row));
     }
   }
 
-  void weigh(float* scores, std::int64_t row) {
+  void weigh(const Rows& rows, std::int64_t head, std::int64_t r, float scale) {
+    const std::int64_t row = row_of(head, r);
     float& top = state_.tops[row];
     const float largest = space_.largest[row];
     if (largest > top) {
@@ -215,7 +256,22 @@ class Run {
       }
       top = largest;
     }
-    state_.sums[row] += math_.exponentiate(scores, score_width(), top == kLowest ? 0.0F : top);
+    const float max = top == kLowest ? 0.0F : top;
+    float* scores = scores_of(rows, head, r);
+    if (!narrow_weights()) {
+      state_.sums[row] += math_.exponentiate(scores, score_width(rows), scale, max);
+      return;
+    }
+    const std::int64_t at = weights_at(rows, r);
+    const std::int64_t count = std::max(end_of(rows.end_row - 1), first_) - first_;
+    state_.sums[row] += math_.weigh(space_.narrow_weights + at, scores + (first_ - tile_), count,
+                                    products_.padded_depth(count), scale, max);
+  }
+
+  bool narrow_weights() const { return !item_.direct && products_.narrow() && all_finite_; }
+  /// Where the weights of a row of the one head at work lie.
+  std::int64_t weights_at(const Rows& rows, std::int64_t row) const {
+    return (row - rows.first_row) * sizes_.weight_step * products_.item;
   }
 
   void prepare_values() {
@@ -223,7 +279,8 @@ class Run {
     problem_.values.rows(problem_.batch.blocks, item_.sequence, first_, count, item_.kv_head, space_.value_rows.data(),
                          space_.value_staging.data());
     if (!item_.direct) {
-      all_finite_ = values_.pack(space_.value_panels, space_.value_rows.data(), count, value_dim_);
+      all_finite_ = products_.pack_values(space_.value_panels, space_.value_rows.data(), count, value_dim_);
+      if (!all_finite_) values_.pack(space_.wide_values, space_.value_rows.data(), count, value_dim_);
     }
     values_ready_ = true;
   }
@@ -259,25 +316,44 @@ class Run {
     }
   }
 
-  void add_fresh(float* to, std::int64_t count) const {
-    for (std::int64_t i = 0; i < count; ++i) to[i] += space_.fresh[i];
-  }
+  void add_fresh(float* to, std::int64_t count) const { math_.add(to, space_.fresh, count); }
 
   void add_packed(const Rows& rows, std::int64_t head, std::int64_t first_row, std::int64_t end_row) {
+    if (!all_finite_) return add_one_by_one(rows, head, first_row, end_row);
+    const std::int64_t num = end_row - first_row;
+    // Weights of keys that a row does not see are 0.
+    const std::int64_t first = (first_of(first_row) - first_) / products_.unit * products_.unit;
+    const std::int64_t end = end_of(end_row - 1) - first_;
+    if (first >= end) return;
+    const std::int64_t depth = products_.padded_depth(end - first);
+    const std::byte* weights = nullptr;
+    std::int64_t step = sizes_.score_step;
+    if (products_.narrow()) {
+      step = sizes_.weight_step;
+      const std::int64_t at = weights_at(rows, first_row) + first * products_.item;
+      weights = space_.narrow_weights + at;
+    } else {
+      weights = reinterpret_cast<const std::byte*>(scores_of(rows, head, first_row) + (first_ - tile_) + first);
+    }
+    const std::int64_t panel_step = products_.padded_depth(end_ - first_) * products_.panel;
+    products_.multiply(space_.fresh, sizes_.value_step, weights, step, num,
+                       space_.value_panels + first * products_.panel * products_.item, depth, panel_step,
+                       (value_dim_ + products_.panel - 1) / products_.panel);
+    add_fresh(state_.values + row_of(head, first_row) * sizes_.value_step, num * sizes_.value_step);
+  }
+
+  /// What a row does not see, or N:M dropped, is as if it were not there, and not a weight of 0.
+  void add_one_by_one(const Rows& rows, std::int64_t head, std::int64_t first_row, std::int64_t end_row) {
     const std::int64_t panel_step = (end_ - first_) * math_.panel;
     const std::int64_t panels = (value_dim_ + math_.panel - 1) / math_.panel;
-    const auto add = [&](std::int64_t row, std::int64_t num, std::int64_t first, std::int64_t end) {
-      if (first >= end) return;
-      math_.multiply(space_.fresh, sizes_.value_step, scores_of(rows, head, row) + (first - tile_), sizes_.score_step,
-                     num, space_.value_panels + (first - first_) * math_.panel, end - first, panel_step, panels);
-      add_fresh(state_.values + row_of(head, row) * sizes_.value_step, num * sizes_.value_step);
-    };
-    if (all_finite_) return add(first_row, end_row - first_row, first_of(first_row), end_of(end_row - 1));
     for (std::int64_t r = first_row; r < end_row; ++r) {
-      const float* weights = scores_of(rows, head, r);
+      const float* weights = scores_of(rows, head, r) - tile_;
       for (std::int64_t key = first_of(r); key < end_of(r); ++key) {
-        // What N:M dropped is as if it were not there.
-        if (!sequence_.keep || weights[key - tile_] != 0.0F) add(r, 1, key, key + 1);
+        if (sequence_.keep && weights[key] == 0.0F) continue;
+        math_.multiply(space_.fresh, sizes_.value_step, reinterpret_cast<const std::byte*>(weights + key), 1, 1,
+                       space_.wide_values + (key - first_) * math_.panel * static_cast<std::int64_t>(sizeof(float)), 1,
+                       panel_step, panels);
+        add_fresh(state_.values + row_of(head, r) * sizes_.value_step, sizes_.value_step);
       }
     }
   }
@@ -292,6 +368,7 @@ class Run {
   const cpu::AttentionMath& math_;
   const cpu::KeyLoops keys_;
   const cpu::ValueLoops values_;
+  const cpu::Products& products_;
   const bool tiled_;
   const std::int64_t dim_;
   const std::int64_t value_dim_;
@@ -306,29 +383,41 @@ class Run {
 }  // namespace
 
 Workspace::Workspace(const Problem& problem, const Sizes& sizes) {
-  const std::int64_t panel = cpu::attention_math().panel;
-  const std::int64_t key_floats = sizes.packs ? cpu::padded(sizes.keys) * problem.keys.dim() : 0;
-  const std::int64_t value_floats = sizes.packs ? sizes.keys * ((problem.values.dim() + panel - 1) / panel * panel) : 0;
+  const cpu::Products& products = problem.products;
+  const std::int64_t spare = sizes.packs ? products.spare : 0;
   std::vector<std::pair<float**, std::int64_t>> wanted{
       {&query, sizes.rows * sizes.query_step},
-      {&scores, sizes.score_rows * sizes.score_step},
+      {&scores, (sizes.score_rows + spare) * sizes.score_step},
       {&row, std::max({sizes.query_step, sizes.value_step, sizes.score_step})},
-      {&this->key_panels, key_floats},
-      {&this->value_panels, value_floats},
       {&largest, sizes.rows},
-      {&fresh, sizes.score_rows * sizes.value_step},
+      {&fresh, (sizes.score_rows + spare) * sizes.value_step},
       {&state.values, sizes.rows * sizes.value_step},
       {&state.tops, sizes.rows},
       {&state.sums, sizes.rows},
   };
+  std::vector<std::pair<std::byte**, std::int64_t>> packed{
+      {&key_panels, cpu::padded(sizes.keys) * products.padded_depth(problem.keys.dim()) * products.item},
+      {&value_panels, products.padded_depth(sizes.keys) * sizes.value_step * products.item},
+      {&wide_values, sizes.keys * sizes.value_step * static_cast<std::int64_t>(sizeof(float))},
+      {&narrow_query, (sizes.rows + spare) * sizes.query_step * products.item},
+      {&narrow_weights, (sizes.score_rows + spare) * sizes.weight_step * products.item},
+  };
+  // The last two are of products that narrow.
+  packed.resize(!sizes.packs ? 0 : !products.narrow() ? 3 : 5);
+  constexpr auto kFloat = static_cast<std::int64_t>(sizeof(float));
   std::int64_t total = 0;
   for (const auto& [pointer, count] : wanted) total += cpu::padded(count);
+  for (const auto& [pointer, bytes] : packed) total += cpu::padded(bytes / kFloat + 1);
   memory = hwy::AllocateAligned<float>(static_cast<std::size_t>(std::max<std::int64_t>(total, 1)));
   if (!memory) throw std::bad_alloc();
   float* next = memory.get();
   for (auto& [pointer, count] : wanted) {
     *pointer = next;
     next += cpu::padded(count);
+  }
+  for (auto& [pointer, bytes] : packed) {
+    *pointer = reinterpret_cast<std::byte*>(next);
+    next += cpu::padded(bytes / kFloat + 1);
   }
   key_rows.resize(static_cast<std::size_t>(sizes.keys));
   value_rows.resize(static_cast<std::size_t>(sizes.keys));
@@ -339,7 +428,10 @@ Workspace::Workspace(const Problem& problem, const Sizes& sizes) {
 void run(const Problem& problem, const Item& item, const Sizes& sizes, Workspace& space, const State& into,
          Findings* findings) {
   const State& state = item.shared ? into : space.state;
+  const bool unit = !item.direct && problem.products.begin != nullptr;
+  if (unit) problem.products.begin();
   Run(problem, item, sizes, space, state, findings)();
+  if (unit) problem.products.end();
   if (!item.shared) write_out(problem, item, sizes, state, space.row);
 }
 
@@ -350,11 +442,11 @@ void write_out(const Problem& problem, const Item& item, const Sizes& sizes, con
   const std::int64_t item_bytes = item_size(dtype);
   const std::int64_t dim = problem.values.dim();
   const cpu::ValueLoops loops = cpu::value_loops(problem.values.row_dtype());
-  for (std::int64_t h = 0; h < item.all_heads(); ++h) {
-    const std::int64_t head = item.kv_head * problem.group + item.first_head + h;
-    for (std::int64_t r = 0; r < item.rows; ++r) {
+  for (std::int64_t r = 0; r < item.rows; ++r) {
+    const std::int64_t token = sequence.query + item.first_row + r;
+    for (std::int64_t h = 0; h < item.all_heads(); ++h) {
+      const std::int64_t head = item.kv_head * problem.group + item.first_head + h;
       const std::int64_t index = h * item.rows + r;
-      const std::int64_t token = sequence.query + item.first_row + r;
       float top = state.tops[index];
       float sum = state.sums[index];
       float factor = problem.value_scale(item.kv_head + h / item.heads) * (item.direct ? loops.unit : 1.0F);

@@ -29,9 +29,6 @@ struct Item {
   std::int64_t all_rows() const noexcept { return all_heads() * rows; }
 };
 
-/// Rows of one head whose scores are made, and used, at once where tiles are not looked at one by one.
-inline constexpr std::int64_t kScoreRows = 24;
-
 /// Rows of an item so far: values not yet divided by `sums`, which are relative to `tops`.
 struct State {
   float* values;  ///< [row, padded value dim]
@@ -45,6 +42,7 @@ struct Sizes {
   std::int64_t score_rows = 0;
   std::int64_t score_step = 0;
   std::int64_t query_step = 0;
+  std::int64_t weight_step = 0;
   std::int64_t value_step = 0;
   std::int64_t keys = 0;  ///< of a tile
   bool packs = false;
@@ -57,11 +55,14 @@ struct Workspace {
   hwy::AlignedFreeUniquePtr<float[]> memory;
   float* query;
   float* scores;
-  float* row;    ///< one row of values or scores
-  float* fresh;  ///< values of one tile: long sums are sums of tiles' sums
-  float* key_panels;
-  float* value_panels;
-  float* largest;  ///< of a tile, for each row
+  float* row;             ///< one row of values or scores
+  float* fresh;           ///< values of one tile: long sums are sums of tiles' sums
+  std::byte* key_panels;  ///< what the problem's products multiply: panels, and rows that they have narrowed
+  std::byte* value_panels;
+  std::byte* narrow_query;
+  std::byte* narrow_weights;
+  std::byte* wide_values;  ///< panels of f32 for values that are not all finite
+  float* largest;          ///< of a tile, for each row
   State state;
   std::vector<const std::byte*> key_rows;
   std::vector<const std::byte*> value_rows;

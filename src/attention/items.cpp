@@ -9,8 +9,9 @@ namespace {
 
 constexpr std::int64_t kDirectRows = 8;  // up to so many rows, keys are not packed
 constexpr std::int64_t kRows = 256;      // of an item: their queries and values stay in the second cache
+constexpr std::int64_t kUnitRows = 512;  // where products are so fast that packing a tile must serve more
 constexpr std::int64_t kMaxTileRows = 128;
-constexpr std::int64_t kTileKeys = 128;
+constexpr std::int64_t kTileKeys = 256;
 constexpr std::int64_t kDirectKeys = 256;  // of a tile whose keys are read where they are
 constexpr std::int64_t kPartKeys = 2048;   // a lone query's keys are split into parts of at least so many heads' keys
 constexpr std::int64_t kMaxParts = 16;
@@ -35,6 +36,7 @@ std::int64_t tile_keys(const Problem& problem, const Item& item) {
 std::vector<Item> items_of(const Problem& problem, Sizes& sizes) {
   std::vector<Item> out;
   const std::int64_t kv_heads = problem.keys.heads();
+  const std::int64_t most_rows = problem.products.narrow() ? kUnitRows : kRows;
   const auto add = [&](Item item) {
     for (item.kv_head = 0; item.kv_head < kv_heads; item.kv_head += item.kv_heads) {
       for (item.first_head = 0; item.first_head < problem.group; item.first_head += item.heads) {
@@ -57,9 +59,10 @@ std::vector<Item> items_of(const Problem& problem, Sizes& sizes) {
                              problem.keys.direct() && problem.values.direct();
     item.kv_heads =
         interleaved ? std::clamp<std::int64_t>(kInterleavedRows / (s.rows * problem.group), 1, kv_heads) : 1;
-    std::int64_t tile_rows = std::clamp<std::int64_t>(kRows / problem.group, 8, kMaxTileRows);
+    std::int64_t tile_rows = std::clamp<std::int64_t>(most_rows / problem.group, 8, kMaxTileRows);
     if (tiled) tile_rows = problem.options.tile_rows;
-    item.heads = tiled && !item.direct ? std::clamp<std::int64_t>(kRows / tile_rows, 1, problem.group) : problem.group;
+    item.heads =
+        tiled && !item.direct ? std::clamp<std::int64_t>(most_rows / tile_rows, 1, problem.group) : problem.group;
     // The last rows see most keys: they come first.
     for (std::int64_t t = (s.rows - 1) / tile_rows; t >= 0; --t) {
       item.first_row = t * tile_rows;
@@ -93,12 +96,15 @@ std::vector<Item> items_of(const Problem& problem, Sizes& sizes) {
     const Sequence& s = problem.sequences[static_cast<std::size_t>(item.sequence)];
     const std::int64_t rows = item.all_rows();
     sizes.rows = std::max(sizes.rows, rows);
-    sizes.score_rows = std::max(sizes.score_rows, item.direct ? rows : problem.tiled(s) ? item.rows : kScoreRows);
+    sizes.score_rows = std::max(sizes.score_rows, item.direct        ? rows
+                                                  : problem.tiled(s) ? item.rows
+                                                                     : problem.products.rows);
     sizes.keys = std::max(sizes.keys, std::min(tile_keys(problem, item), std::max<std::int64_t>(s.length, 1)));
     sizes.packs = sizes.packs || !item.direct;
   }
   // Scores begin anywhere in a tile and end with a panel.
   sizes.score_step = cpu::padded(sizes.keys) + cpu::kPadding;
+  sizes.weight_step = cpu::padded(sizes.keys);
   return out;
 }
 

@@ -10,6 +10,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/cast.h"
+#include "cpu/products.h"
 #include "kvstride/attention.h"
 
 namespace kvstride::attend {
@@ -74,6 +75,7 @@ struct Problem {
   const AttentionOptions& options;
   PlaneReader keys;
   PlaneReader values;
+  cpu::Products products;  ///< for many query rows
   std::int64_t block_size;
   std::int64_t heads;  ///< of the query
   std::int64_t group;  ///< query heads of a KV head

@@ -137,8 +137,10 @@ HWY_INLINE void multiply_block(float* HWY_RESTRICT c, std::int64_t c_step, const
   }
 }
 
-void multiply(float* c, std::int64_t c_step, const float* a, std::int64_t a_step, std::int64_t rows, const float* b,
-              std::int64_t depth, std::int64_t panel_step, std::int64_t panels) {
+void multiply(float* c, std::int64_t c_step, const std::byte* rows_of_a, std::int64_t a_step, std::int64_t rows,
+              const std::byte* panels_of_b, std::int64_t depth, std::int64_t panel_step, std::int64_t panels) {
+  const auto* a = as<float>(rows_of_a);
+  const auto* b = as<float>(panels_of_b);
   for (std::int64_t p = 0; p < panels; ++p, b += panel_step, c += 2 * lanes()) {
     std::int64_t r = 0;
     for (; r + kRowBlock <= rows; r += kRowBlock) {
@@ -151,17 +153,17 @@ void multiply(float* c, std::int64_t c_step, const float* a, std::int64_t a_step
 
 // ------------------------------------------------------------------------------------------------ packing
 
-/// Four rows of four floats become columns; `to` has `step` floats from one to the next.
-HWY_INLINE void turn_four(float* to, std::int64_t step, const float* from, std::int64_t from_step) {
+/// Four floats of each of four rows become columns; `to` has `step` floats from one to the next.
+HWY_INLINE void turn_four(float* to, std::int64_t step, const float* const* rows, std::int64_t first) {
 #if HWY_TARGET == HWY_SCALAR
   for (int r = 0; r < 4; ++r) {
-    for (int i = 0; i < 4; ++i) to[i * step + r] = from[r * from_step + i];
+    for (int i = 0; i < 4; ++i) to[i * step + r] = rows[r][first + i];
   }
 #else
-  V4 a = hn::LoadU(four, from);
-  V4 b = hn::LoadU(four, from + from_step);
-  V4 c = hn::LoadU(four, from + 2 * from_step);
-  V4 d = hn::LoadU(four, from + 3 * from_step);
+  V4 a = hn::LoadU(four, rows[0] + first);
+  V4 b = hn::LoadU(four, rows[1] + first);
+  V4 c = hn::LoadU(four, rows[2] + first);
+  V4 d = hn::LoadU(four, rows[3] + first);
   turn(a, b, c, d);
   hn::StoreU(a, four, to);
   hn::StoreU(b, four, to + step);
@@ -169,6 +171,8 @@ HWY_INLINE void turn_four(float* to, std::int64_t step, const float* from, std::
   hn::StoreU(d, four, to + 3 * step);
 #endif
 }
+
+constexpr std::int64_t kPart = 64;  // dims at once
 
 /// Part of a row as f32, whole vectors: zeros behind it.
 template <DType kType>
@@ -178,25 +182,29 @@ HWY_INLINE void decode_part(float* to, const std::byte* row, std::int64_t first,
   if (i < count) hn::StoreU(last_vector<kType>(at<kType>(row, first + i), count - i), f, to + i);
 }
 
-template <DType kType>
-void pack_keys(float* panels, const std::byte* const* keys, std::int64_t count, std::int64_t dim) {
+/// Panels of `depth` floats of each key, of which fetch(space, key, first, num) gives some: in memory of its own, or in
+/// `space`, which has room for kPart.
+template <class Fetch>
+HWY_INLINE void turn_keys(std::byte* to_panels, std::int64_t count, std::int64_t depth, Fetch&& fetch) {
   constexpr std::int64_t kPanel = 2 * lanes();
-  constexpr std::int64_t kPart = 64;  // dims at once
-  alignas(64) float rows[4][kPart];
-  for (std::int64_t t = 0; t < count; t += kPanel, panels += dim * kPanel) {
-    for (std::int64_t d = 0; d < dim; d += kPart) {
-      const std::int64_t part = std::min(kPart, dim - d);
+  alignas(64) static constexpr float kZeros[kPart] = {};
+  alignas(64) float space[4][kPart];
+  auto* panels = reinterpret_cast<float*>(to_panels);
+  for (std::int64_t t = 0; t < count; t += kPanel, panels += depth * kPanel) {
+    for (std::int64_t d = 0; d < depth; d += kPart) {
+      const std::int64_t part = std::min(kPart, depth - d);
       for (std::int64_t i = 0; i < kPanel; i += 4) {
-        const std::int64_t here = std::clamp<std::int64_t>(count - t - i, 0, std::min<std::int64_t>(4, kPanel - i));
-        for (std::int64_t r = 0; r < here; ++r) decode_part<kType>(rows[r], keys[t + i + r], d, part);
-        std::fill(&rows[0][0] + here * kPart, &rows[0][0] + 4 * kPart, 0.0F);
+        const std::int64_t columns = std::min<std::int64_t>(4, kPanel - i);
+        const float* rows[4] = {kZeros, kZeros, kZeros, kZeros};
+        for (std::int64_t r = 0; r < std::min(columns, count - t - i); ++r)
+          rows[r] = fetch(space[r], t + i + r, d, part);
         float* to = panels + d * kPanel + i;
         std::int64_t j = 0;
         if constexpr (kPanel % 4 == 0) {
-          for (; j + 4 <= part; j += 4) turn_four(to + j * kPanel, kPanel, rows[0] + j, kPart);
+          for (; j + 4 <= part; j += 4) turn_four(to + j * kPanel, kPanel, rows, j);
         }
         for (; j < part; ++j) {
-          for (std::int64_t r = 0; r < std::min<std::int64_t>(4, kPanel - i); ++r) to[j * kPanel + r] = rows[r][j];
+          for (std::int64_t r = 0; r < columns; ++r) to[j * kPanel + r] = rows[r][j];
         }
       }
     }
@@ -204,7 +212,16 @@ void pack_keys(float* panels, const std::byte* const* keys, std::int64_t count, 
 }
 
 template <DType kType>
-bool pack_values(float* panels, const std::byte* const* values, std::int64_t count, std::int64_t dim) {
+void pack_keys(std::byte* panels, const std::byte* const* keys, std::int64_t count, std::int64_t dim) {
+  turn_keys(panels, count, dim, [&](float* space, std::int64_t key, std::int64_t first, std::int64_t num) HWY_ATTR {
+    decode_part<kType>(space, keys[key], first, num);
+    return static_cast<const float*>(space);
+  });
+}
+
+template <DType kType>
+bool pack_values(std::byte* to_panels, const std::byte* const* values, std::int64_t count, std::int64_t dim) {
+  auto* panels = reinterpret_cast<float*>(to_panels);
   constexpr std::int64_t kPanel = 2 * lanes();
   const U words;
   auto largest = hn::Zero(words);
@@ -220,6 +237,83 @@ bool pack_values(float* panels, const std::byte* const* values, std::int64_t cou
     }
   }
   return hn::AllFalse(words, hn::Gt(largest, hn::Set(words, kInfinity - 1)));
+}
+
+constexpr std::int64_t padded_pairs(std::int64_t depth) { return (depth + kPairUnit - 1) / kPairUnit * kPairUnit; }
+
+/// Two f32 that are bf16, side by side: the first one's bits lower.
+HWY_INLINE VU pair_of(VF first, VF second) {
+  return hn::Or(hn::ShiftRight<16>(hn::BitCast(u, first)), hn::And(hn::BitCast(u, second), hn::Set(u, 0xFFFF0000U)));
+}
+
+/// Pairs of bf16 are turned as floats are: they are bits, nobody calculates with them.
+template <DType kType>
+void pack_key_pairs(std::byte* panels, const std::byte* const* keys, std::int64_t count, std::int64_t dim) {
+  const std::int64_t depth = padded_pairs(dim) / 2;
+  turn_keys(panels, count, depth, [&](float* space, std::int64_t key, std::int64_t first, std::int64_t num) HWY_ATTR {
+    const std::int64_t elements = std::clamp<std::int64_t>(dim - 2 * first, 0, 2 * num);
+    if constexpr (kType == DType::kBF16) {
+      const std::byte* from = at<kType>(keys[key], 2 * first);
+      // turn_four() loads it, wherever it lies.
+      if (HWY_TARGET != HWY_SCALAR && elements == 2 * num) return reinterpret_cast<const float*>(from);
+      std::memset(space, 0, kPart * sizeof(float));
+      std::memcpy(space, from, static_cast<std::size_t>(elements) * 2);
+    } else {
+      alignas(64) float some[2 * kPart] = {};
+      decode_part<kType>(some, keys[key], 2 * first, elements);
+      for (std::int64_t i = 0; i < num; ++i) {
+        const auto low = std::bit_cast<std::uint32_t>(some[2 * i]) >> 16;
+        space[i] = std::bit_cast<float>(low | (std::bit_cast<std::uint32_t>(some[2 * i + 1]) & 0xFFFF0000U));
+      }
+    }
+    return static_cast<const float*>(space);
+  });
+}
+
+/// Pairs of the values of two keys, and the largest bits of any so far.
+#if HWY_TARGET != HWY_SCALAR
+HWY_INLINE VU pair_values(const std::byte* first, const std::byte* second, VU& largest) {
+  const hn::Repartition<std::uint16_t, F> halves;
+  const VU low = hn::PromoteTo(u, hn::LoadU(half, as<std::uint16_t>(first)));
+  const VU high = hn::PromoteTo(u, hn::LoadU(half, as<std::uint16_t>(second)));
+  const VU both = hn::Or(low, hn::ShiftLeft<16>(high));
+  const auto magnitudes = hn::BitCast(halves, hn::And(both, hn::Set(u, 0x7FFF7FFFU)));
+  largest = hn::BitCast(u, hn::Max(hn::BitCast(halves, largest), magnitudes));
+  return both;
+}
+#endif
+
+template <DType kType>
+bool pack_value_pairs(std::byte* to_panels, const std::byte* const* values, std::int64_t count, std::int64_t dim) {
+  constexpr std::int64_t kPanel = 2 * lanes();
+  const std::int64_t depth = padded_pairs(count);
+  auto* panels = reinterpret_cast<std::uint32_t*>(to_panels);
+  VU largest = hn::Zero(u);  // of f32
+  VU largest_pair = hn::Zero(u);
+  const auto part = [&](std::int64_t t, std::int64_t d) HWY_ATTR {
+    if (t >= count) return hn::Zero(f);
+    const std::byte* from = at<kType>(values[t], d);
+    const VF v = dim - d >= lanes() ? element_vector<kType>(from) : last_vector<kType>(from, dim - d);
+    largest = hn::Max(largest, hn::BitCast(u, hn::Abs(v)));
+    return v;
+  };
+  for (std::int64_t t = 0; t < depth; t += 2) {
+    for (std::int64_t d = 0; d < dim; d += lanes()) {
+      std::uint32_t* to = panels + (d / kPanel * depth + t) / 2 * kPanel + d % kPanel;
+      if (dim - d <= lanes() && d % kPanel == 0) hn::StoreU(hn::Zero(u), u, to + lanes());
+#if HWY_TARGET != HWY_SCALAR
+      if (kType == DType::kBF16 && t + 1 < count && dim - d >= lanes()) {
+        hn::StoreU(pair_values(at<kType>(values[t], d), at<kType>(values[t + 1], d), largest_pair), u, to);
+        continue;
+      }
+#endif
+      const VF first = part(t, d);
+      const VF second = part(t + 1, d);
+      hn::StoreU(pair_of(first, second), u, to);
+    }
+  }
+  largest = hn::Max(largest, hn::Max(hn::ShiftLeft<16>(largest_pair), hn::And(largest_pair, hn::Set(u, 0x7FFF0000U))));
+  return hn::AllFalse(u, hn::Gt(largest, hn::Set(u, kInfinity - 1)));
 }
 
 // ------------------------------------------------------------------------------------------------ few rows
@@ -531,14 +625,40 @@ void add_values(float* out, std::int64_t out_step, const float* weights, std::in
 
 // ------------------------------------------------------------------------------------------------ softmax
 
-float finish(float* scores, std::int64_t first, std::int64_t end, std::int64_t count, float scale, float cap) {
+/// The largest of some vectors so far, and whether one had a NaN.
+struct Largest {
+  VF most;
+  hn::Mask<F> nan;
+};
+
+HWY_INLINE void add(Largest& to, VF v) {
+  to.most = hn::Max(to.most, v);
+  to.nan = hn::Or(to.nan, hn::IsNaN(v));
+}
+
+HWY_INLINE float value_of(const Largest& a, const Largest& b) {
+  if (!hn::AllFalse(f, hn::Or(a.nan, b.nan))) return std::numeric_limits<float>::quiet_NaN();
+  return max_of(hn::Max(a.most, b.most));
+}
+
+float finish(float* scores, std::int64_t first, std::int64_t end, std::int64_t count, float scale, float cap,
+             bool write) {
   std::fill(scores, scores + first, kLowest);
   std::fill(scores + end, scores + count, kLowest);
-  const VF times = hn::Set(f, scale);
   const VF lowest = hn::Set(f, kLowest);
-  VF largest = lowest;
-  auto nan = hn::Zero(u);
-  for (std::int64_t i = first / lanes() * lanes(); i < end; i += lanes()) {
+  Largest even{lowest, hn::IsNaN(lowest)};
+  Largest odd = even;
+  const VF times = hn::Set(f, scale);
+  std::int64_t i = first / lanes() * lanes();
+  if (!write) {
+    for (; i + lanes() < end; i += 2 * lanes()) {
+      add(even, hn::LoadU(f, scores + i));
+      add(odd, hn::LoadU(f, scores + i + lanes()));
+    }
+    if (i < end) add(even, hn::LoadU(f, scores + i));
+    return value_of(even, odd) * scale;
+  }
+  for (; i < end; i += lanes()) {
     VF v = hn::Mul(hn::LoadU(f, scores + i), times);
     if (cap > 0.0F) v = hn::Mul(hn::Set(f, cap), hn::Tanh(f, hn::Div(v, hn::Set(f, cap))));
     if (i < first || i + lanes() > end) {
@@ -547,17 +667,15 @@ float finish(float* scores, std::int64_t first, std::int64_t end, std::int64_t c
       v = hn::IfThenElse(before, lowest, hn::IfThenElse(inside, v, lowest));
     }
     hn::StoreU(v, f, scores + i);
-    largest = hn::Max(largest, v);
-    nan = hn::Or(nan, hn::BitCast(u, hn::VecFromMask(f, hn::IsNaN(v))));
+    add(even, v);
   }
-  if (!hn::AllFalse(u, hn::Ne(nan, hn::Zero(u)))) return std::numeric_limits<float>::quiet_NaN();
-  return max_of(largest);
+  return value_of(even, odd);
 }
 
 /// exp(x) of x not above 0, to 2 units in the last place; 0 below the smallest normal number, NaN of NaN. Half the time
 /// of Highway's, which also knows what lies above.
 HWY_INLINE VF exp_below(VF x) {
-  const VF shift = hn::Set(f, 12582912.0F);  // 1.5 × 2^23: adding it rounds to a whole number
+  const VF shift = hn::Set(f, 12582912.0F + 127.0F);  // 1.5 × 2^23: adding it rounds to a whole number
   const VF whole = hn::MulAdd(x, hn::Set(f, 1.44269504F), shift);
   const VF n = hn::Sub(whole, shift);
   VF r = hn::NegMulAdd(n, hn::Set(f, 0.693145752F), x);
@@ -568,22 +686,84 @@ HWY_INLINE VF exp_below(VF x) {
   p = hn::MulAdd(p, r, hn::Set(f, 0.5F));
   p = hn::MulAdd(p, r, hn::Set(f, 1.0F));
   p = hn::MulAdd(p, r, hn::Set(f, 1.0F));
-  const VU power = hn::ShiftLeft<23>(hn::BitCast(u, whole));  // n, in the exponent's place
-  const VF value = hn::BitCast(f, hn::Add(hn::BitCast(u, p), power));
-  // A NaN's own bits would be changed by the power.
-  return hn::IfThenElse(hn::IsNaN(x), x, hn::IfThenZeroElse(hn::Lt(x, hn::Set(f, -87.3F)), value));
+  const VU power = hn::ShiftLeft<23>(hn::BitCast(u, whole));  // n + 127, in the exponent's place
+  return hn::IfThenZeroElse(hn::Lt(x, hn::Set(f, -87.3F)), hn::Mul(p, hn::BitCast(f, power)));
 }
 
-float exponentiate(float* scores, std::int64_t count, float max) {
+float exponentiate(float* scores, std::int64_t count, float scale, float max) {
+  const VF times = hn::Set(f, scale);
   const VF top = hn::Set(f, max);
   VF sum = hn::Zero(f);
   for (std::int64_t i = 0; i < count; i += lanes()) {
-    const VF v = hn::Sub(hn::LoadU(f, scores + i), top);
-    const VF e = exp_below(v);
+    const VF e = exp_below(hn::MulSub(hn::LoadU(f, scores + i), times, top));
     hn::StoreU(e, f, scores + i);
     sum = hn::Add(sum, e);
   }
   return sum_of(sum);
+}
+
+/// 2^y of y not above 0, to 10^-7; 0 below the smallest normal number, NaN of NaN.
+HWY_INLINE VF power_below(VF y) {
+  const VF shift = hn::Set(f, 12582912.0F + 127.0F);  // as above
+  const VF whole = hn::Add(y, shift);
+  const VF r = hn::Sub(y, hn::Sub(whole, shift));  // |r| <= 1/2
+  // The polynomial of degree 5 with the least relative error there.
+  VF p = hn::MulAdd(r, hn::Set(f, 0.00132764713F), hn::Set(f, 0.00967554096F));
+  p = hn::MulAdd(p, r, hn::Set(f, 0.0555071309F));
+  p = hn::MulAdd(p, r, hn::Set(f, 0.240221202F));
+  p = hn::MulAdd(p, r, hn::Set(f, 0.693146944F));
+  p = hn::MulAdd(p, r, hn::Set(f, 1.00000012F));
+  const VU power = hn::ShiftLeft<23>(hn::BitCast(u, whole));
+  return hn::IfThenZeroElse(hn::Lt(y, hn::Set(f, -126.0F)), hn::Mul(p, hn::BitCast(f, power)));
+}
+
+/// The upper halves of f32.
+HWY_INLINE void store_upper(VF first, VF second, std::byte* to) {
+#if HWY_TARGET == HWY_SCALAR
+  const std::uint32_t bits = hn::GetLane(pair_of(first, second));
+  std::memcpy(to, &bits, sizeof bits);
+#else
+  const hn::Repartition<std::uint16_t, F> halves;
+  hn::StoreU(hn::ConcatOdd(halves, hn::BitCast(halves, second), hn::BitCast(halves, first)), halves,
+             reinterpret_cast<std::uint16_t*>(to));
+#endif
+}
+
+/// f32 above 0, so that their upper halves are they themselves, rounded.
+HWY_INLINE VF half_up(VF v) { return hn::BitCast(f, hn::Add(hn::BitCast(u, v), hn::Set(u, 0x8000))); }
+
+float weigh(std::byte* to, const float* scores, std::int64_t count, std::int64_t padded, float scale, float max) {
+  constexpr float kLog2E = 1.44269504F;
+  const VF times = hn::Set(f, scale * kLog2E);
+  const VF top = hn::Set(f, max * kLog2E);
+  VF sums[2] = {hn::Zero(f), hn::Zero(f)};
+  for (std::int64_t i = 0; i < padded; i += 2 * lanes()) {
+    VF e[2];
+#pragma GCC unroll 2
+    for (int side = 0; side < 2; ++side) {
+      const std::int64_t first = i + side * lanes();
+      e[side] = power_below(hn::MulSub(hn::LoadU(f, scores + first), times, top));
+      if (first + lanes() > count) {
+        const std::int64_t left = std::max<std::int64_t>(count - first, 0);
+        e[side] = hn::IfThenElseZero(hn::FirstN(f, static_cast<std::size_t>(left)), e[side]);
+      }
+      sums[side] = hn::Add(sums[side], e[side]);
+    }
+    store_upper(half_up(e[0]), half_up(e[1]), to + 2 * i);
+  }
+  return sum_of(hn::Add(sums[0], sums[1]));
+}
+
+void narrow(std::byte* to, const float* from, std::int64_t padded) {
+  for (std::int64_t i = 0; i < padded; i += 2 * lanes()) {
+    store_upper(hn::LoadU(f, from + i), hn::LoadU(f, from + i + lanes()), to + 2 * i);
+  }
+}
+
+void add_row(float* to, const float* from, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; i += lanes()) {
+    hn::StoreU(hn::Add(hn::LoadU(f, to + i), hn::LoadU(f, from + i)), f, to + i);
+  }
 }
 
 void multiply_row(float* x, std::int64_t count, float factor) {
@@ -609,32 +789,47 @@ void keep(float* scores, std::int64_t count, int n, int m) {
   keep_of<8>(scores, count, n);
 }
 
+/// Whether a dtype's numbers are bf16.
 template <DType kType>
-constexpr KeyLoops kKeyLoops{scores<kType>, pack_keys<kType>, deal<kType, false>, kUnit<kType>};
+constexpr bool kPairs = kType == DType::kBF16 || kType == DType::kF8E4M3 || kType == DType::kF8E5M2;
+
 template <DType kType>
-constexpr ValueLoops kValueLoops{add_values<kType>, pack_values<kType>, deal<kType, true>, kUnit<kType>};
+constexpr KeyLoops key_loops_of() {
+  KeyLoops out{scores<kType>, pack_keys<kType>, nullptr, deal<kType, false>, kUnit<kType>};
+  if constexpr (kPairs<kType>) out.pack_pairs = pack_key_pairs<kType>;
+  return out;
+}
+
+template <DType kType>
+constexpr ValueLoops value_loops_of() {
+  ValueLoops out{add_values<kType>, pack_values<kType>, nullptr, deal<kType, true>, kUnit<kType>};
+  if constexpr (kPairs<kType>) out.pack_pairs = pack_value_pairs<kType>;
+  return out;
+}
 
 }  // namespace
 
-AttentionMath MathFor() { return {2 * lanes(), multiply, finish, exponentiate, multiply_row, keep}; }
+AttentionMath MathFor() {
+  return {2 * lanes(), multiply, finish, exponentiate, weigh, narrow, add_row, multiply_row, keep};
+}
 
 KeyLoops KeysFor(DType dtype) {
   switch (dtype) {
-    case DType::kF32: return kKeyLoops<DType::kF32>;
-    case DType::kF16: return kKeyLoops<DType::kF16>;
-    case DType::kBF16: return kKeyLoops<DType::kBF16>;
-    case DType::kF8E5M2: return kKeyLoops<DType::kF8E5M2>;
-    default: return kKeyLoops<DType::kF8E4M3>;
+    case DType::kF32: return key_loops_of<DType::kF32>();
+    case DType::kF16: return key_loops_of<DType::kF16>();
+    case DType::kBF16: return key_loops_of<DType::kBF16>();
+    case DType::kF8E5M2: return key_loops_of<DType::kF8E5M2>();
+    default: return key_loops_of<DType::kF8E4M3>();
   }
 }
 
 ValueLoops ValuesFor(DType dtype) {
   switch (dtype) {
-    case DType::kF32: return kValueLoops<DType::kF32>;
-    case DType::kF16: return kValueLoops<DType::kF16>;
-    case DType::kBF16: return kValueLoops<DType::kBF16>;
-    case DType::kF8E5M2: return kValueLoops<DType::kF8E5M2>;
-    default: return kValueLoops<DType::kF8E4M3>;
+    case DType::kF32: return value_loops_of<DType::kF32>();
+    case DType::kF16: return value_loops_of<DType::kF16>();
+    case DType::kBF16: return value_loops_of<DType::kBF16>();
+    case DType::kF8E5M2: return value_loops_of<DType::kF8E5M2>();
+    default: return value_loops_of<DType::kF8E4M3>();
   }
 }
 

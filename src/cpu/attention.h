@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu/products.h"
 #include "kvstride/dtype.h"
 
 namespace kvstride::cpu {
@@ -15,19 +16,28 @@ namespace kvstride::cpu {
 /// Floats that any buffer of the kernels is padded to a multiple of.
 inline constexpr std::int64_t kPadding = 64;
 
+/// Depths of packed pairs of bf16 are padded to a multiple of it.
+inline constexpr std::int64_t kPairUnit = 32;
+
 constexpr std::int64_t padded(std::int64_t count) { return (count + kPadding - 1) / kPadding * kPadding; }
 
 struct AttentionMath {
   std::int64_t panel;  ///< columns of a panel; divides kPadding
 
-  /// C [rows, panels × panel] = A [rows, depth] B, with panels `panel_step` floats apart.
-  void (*multiply)(float* c, std::int64_t c_step, const float* a, std::int64_t a_step, std::int64_t rows,
-                   const float* b, std::int64_t depth, std::int64_t panel_step, std::int64_t panels);
-  /// Scores [first, end) × scale, soft cap where > 0, −infinity in the rest of `count`; returns the largest, NaN where
-  /// one is.
-  float (*finish)(float* scores, std::int64_t first, std::int64_t end, std::int64_t count, float scale, float cap);
-  /// exp(score − max) for `count` scores not above max; returns the sum. A NaN stays one.
-  float (*exponentiate)(float* scores, std::int64_t count, float max);
+  decltype(Products::multiply) multiply;  ///< of f32
+  /// −infinity in what of `count` scores is not in [first, end); returns the largest score × scale, NaN where one is.
+  /// With `write` the scores become that, soft cap where > 0.
+  float (*finish)(float* scores, std::int64_t first, std::int64_t end, std::int64_t count, float scale, float cap,
+                  bool write);
+  /// exp(score × scale − max) for `count` scores, none of them above max; returns the sum. A NaN stays one.
+  float (*exponentiate)(float* scores, std::int64_t count, float scale, float max);
+  /// The same, rounded to a row of A of products of bf16: `padded` of them, zeros behind `count`. The sum is of what
+  /// was not rounded.
+  float (*weigh)(std::byte* to, const float* scores, std::int64_t count, std::int64_t padded, float scale, float max);
+  /// f32 that are bf16 as a row of A of products of bf16, `padded` of them.
+  void (*narrow)(std::byte* to, const float* from, std::int64_t padded);
+  /// to += from.
+  void (*add)(float* to, const float* from, std::int64_t count);
   /// x × factor.
   void (*multiply_row)(float* x, std::int64_t count, float factor);
   /// −infinity for all but the `n` largest of each group of `m` (4 or 8). Of equals, m = 4 keeps the first, m = 8 all.
@@ -47,7 +57,9 @@ struct KeyLoops {
   void (*scores)(float* out, std::int64_t out_step, const float* query, std::int64_t query_step, std::int64_t rows,
                  const std::byte* const* keys, std::int64_t count, std::int64_t dim, const Heads& heads);
   /// Panels of `panel` keys, [dim, panel] each; columns behind `count` are 0.
-  void (*pack)(float* panels, const std::byte* const* keys, std::int64_t count, std::int64_t dim);
+  decltype(Products::pack_keys) pack;
+  /// Panels of pairs of bf16, [padded dim / 2, panel, 2] each. Not of f32 and f16.
+  decltype(Products::pack_keys) pack_pairs;
   /// Puts a row of the query, padded, in the order that scores() wants.
   void (*order)(float* row, std::int64_t dim);
   float unit;  ///< what scores() gives must be multiplied by
@@ -58,7 +70,9 @@ struct ValueLoops {
   void (*add)(float* out, std::int64_t out_step, const float* weights, std::int64_t weight_step, std::int64_t rows,
               const std::byte* const* values, std::int64_t count, std::int64_t dim, const Heads& heads);
   /// Panels of `panel` dims, [count, panel] each; columns behind `dim` are 0. Returns whether all are finite.
-  bool (*pack)(float* panels, const std::byte* const* values, std::int64_t count, std::int64_t dim);
+  decltype(Products::pack_values) pack;
+  /// Panels of pairs of bf16, [padded count / 2, panel, 2] each. Not of f32 and f16.
+  decltype(Products::pack_values) pack_pairs;
   /// Puts a row that add() made, padded, in the order of its dims.
   void (*order)(float* row, std::int64_t dim);
   float unit;  ///< what add() gives must be multiplied by

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cpu/environment.h"
+#include "cpu/openmp.h"
 #include "kvstride/error.h"
 #include "kvstride/threads.h"
 
@@ -23,9 +24,14 @@ namespace {
 
 constexpr int kMaxThreads = 1024;
 
+/// Of the environment; 0 where it says nothing.
+int wanted_threads() {
+  static const auto given = static_cast<int>(cpu::number_from("KVSTRIDE_NUM_THREADS", 0, kMaxThreads).value_or(0));
+  return given;
+}
+
 int default_threads() {
-  const std::int64_t given = cpu::number_from("KVSTRIDE_NUM_THREADS", 0, kMaxThreads).value_or(0);
-  if (given > 0) return static_cast<int>(given);
+  if (wanted_threads() > 0) return wanted_threads();
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
@@ -134,6 +140,17 @@ void forget() {
 int threads_for(std::int64_t bytes) {
   constexpr std::int64_t kShare = std::int64_t{1} << 19;  // bytes below which a thread is not worth waking
   return static_cast<int>(std::clamp<std::int64_t>(bytes / kShare, 1, num_threads()));
+}
+
+int team_threads() {
+  const bool set = chosen.load(std::memory_order_relaxed) > 0 || wanted_threads() > 0;
+  const int lent = set ? 0 : openmp_threads();
+  return lent > 0 ? lent : num_threads();
+}
+
+void run_team(int threads, const std::function<void(int)>& work) {
+  if (threads > 1 && openmp_threads() > 0) return on_openmp(threads, work);
+  parallel_for(threads, threads, work);
 }
 
 void parallel_for(int threads, int count, const std::function<void(int)>& work) {

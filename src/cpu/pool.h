@@ -12,6 +12,14 @@ namespace kvstride::cpu {
 /// thread or on a new pool: callers never wait for each other. `work` must not throw.
 void parallel_for(int threads, int count, const std::function<void(int)>& work);
 
+/// Threads for a computation: OpenMP's where the process has them and no number was set, otherwise num_threads().
+int team_threads();
+
+/// Calls `work(i)` once for each i below `threads` or, where fewer threads come, below their number; waits. On OpenMP's
+/// threads where the process has them. For computations of the engine's own thread: copies use parallel_for(), whose
+/// threads do not stay awake.
+void run_team(int threads, const std::function<void(int)>& work);
+
 /// Threads that a call which writes so many bytes is worth: at most num_threads(), at least one.
 int threads_for(std::int64_t bytes);
 

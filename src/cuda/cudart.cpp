@@ -62,6 +62,12 @@ class CudaRuntime : public Runtime {
     return out;
   }
   int num_devices() override { return devices_; }
+  std::optional<int> device_of(const void* memory) override {
+    cudaPointerAttributes attributes{};
+    check(0, "cudaPointerGetAttributes", cudaPointerGetAttributes(&attributes, memory));
+    if (attributes.type == cudaMemoryTypeUnregistered) return std::nullopt;
+    return attributes.type == cudaMemoryTypeHost ? -1 : attributes.device;
+  }
 
   std::byte* make_device_memory(int device, std::size_t bytes) override {
     const Current current(device);
@@ -96,6 +102,12 @@ class CudaRuntime : public Runtime {
     return out;
   }
 
+  bool capturing(int device, StreamHandle stream) override {
+    const Current current(device);
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(device, "cudaStreamIsCapturing", cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
   void record(int device, EventHandle event, StreamHandle stream) override {
     const Current current(device);
     check(device, "cudaEventRecord",

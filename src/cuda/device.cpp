@@ -46,6 +46,17 @@ Runtime* runtime(std::string* why) {
   return made().runtime;
 }
 
+Runtime& runtime_of(Device device) {
+  std::string why;
+  Runtime* found = runtime(&why);
+  if (found == nullptr)
+    throw Error(ErrorCode::kDevice, fmt::format("{}: kvstride has no CUDA here: {}", name_of(device), why));
+  if (device.cuda >= found->num_devices()) {
+    throw Error(ErrorCode::kDevice, fmt::format("{}: there are {} devices", name_of(device), found->num_devices()));
+  }
+  return *found;
+}
+
 void set_runtime(Runtime* given) {
   forget_buffers();
   other = given;
@@ -68,6 +79,19 @@ int num_cuda_devices() noexcept {
   } catch (...) {
     return 0;
   }
+}
+
+std::optional<Device> device_of(const void* memory) {
+  const std::optional<int> number = cuda::runtime_of({0}).device_of(memory);
+  if (!number) return std::nullopt;
+  return Device{*number};
+}
+
+void wait_for(Device device, const Stream& stream) {
+  if (device.on_host()) return;
+  cuda::Runtime& runtime = cuda::runtime_of(device);
+  const cuda::Mark mark(runtime, device.cuda, stream.given ? stream.handle : cuda::own_stream(runtime, device.cuda));
+  runtime.finish(device.cuda, mark.event());
 }
 
 void cuda_check(Device device) {

@@ -22,24 +22,24 @@ namespace {
 
 constexpr std::int64_t kDirectBytes = 8192;  ///< runs from here on are copied by the device's own copy engine
 
-Runtime& needed_runtime(Device device) {
-  std::string why;
-  Runtime* found = runtime(&why);
-  if (found == nullptr) throw Error(ErrorCode::kDevice, fmt::format("{}: {}", name_of(device), why));
-  return *found;
-}
-
 /// A stream of one device while a verb puts work on it.
 class OnDevice {
  public:
-  OnDevice(Device device, const Stream& stream) : runtime_(needed_runtime(device)), device_(device.cuda) {
-    if (device_ >= runtime_.num_devices()) {
-      throw Error(ErrorCode::kDevice, fmt::format("{}: there are {} devices", name_of(device), runtime_.num_devices()));
-    }
-    report_faults(runtime_, device_, false);
+  OnDevice(Device device, const Stream& stream) : runtime_(runtime_of(device)), device_(device.cuda) {
     stream_ = stream.given ? stream.handle : own_stream(runtime_, device_);
+    // Asked first: while a graph is captured even a question about an event ends that.
+    capturing_ = stream.given && runtime_.capturing(device_, stream_);
+    if (!capturing_) report_faults(runtime_, device_, false);
   }
 
+  /// Throws where the stream is captured: `what` is not what a graph can do again.
+  void refuse_capture(const char* what) const {
+    if (!capturing_) return;
+    throw Error(ErrorCode::kDevice,
+                fmt::format("{}: the stream is being captured into a CUDA graph, which cannot take {}",
+                            name_of(Device{device_}), what));
+  }
+  /// Not while the stream is captured: another call has the buffer when this one's work is done once.
   Lease lease(std::size_t bytes) { return {runtime_, device_, stream_, bytes}; }
   void copy(std::span<const Copy> copies) { runtime_.copy(device_, copies, stream_); }
   /// Waits for all that is on the stream now.
@@ -64,6 +64,7 @@ class OnDevice {
       return;
     }
     constexpr std::size_t kFaultBytes = (sizeof(Fault) + 15) / 16 * 16;
+    refuse_capture(lowering.has_ids() ? "ids in device memory" : "so many blocks in one call");
     Lease room = lease(kFaultBytes + bytes);
     Fault none{};
     std::memcpy(room.pinned(), &none, sizeof none);
@@ -85,6 +86,7 @@ class OnDevice {
   Runtime& runtime_;
   int device_;
   StreamHandle stream_ = nullptr;
+  bool capturing_ = false;
 };
 
 /// Copies of whole runs, neighbours joined.
@@ -289,6 +291,7 @@ void copy_entangled(const plan::Bound& bound, const plan::Program& program, OnDe
   const auto num_saved = static_cast<std::int64_t>(std::count(saved.begin(), saved.end(), true));
   std::vector<Strip> strips = strips_of(bound, program);
   if (num_saved == 0) return launch_all(std::move(strips), program, false, on);
+  on.refuse_capture("pairs whose source another one overwrites");
   const std::int64_t share = std::max<std::int64_t>(static_cast<std::int64_t>(kBufferBytes) / num_saved, 16);
   for (const Strip& strip : split_runs(std::move(strips), share)) {
     const auto num_starts = static_cast<std::int64_t>(strip.starts.size());
@@ -315,8 +318,9 @@ void on_stream(const plan::Program& program, const Stream& stream, const Put& pu
   const Device dst = recipe.dst_device();
   try {
     OnDevice on(dst.on_host() ? recipe.src_device() : dst, stream);
-    put(on);
     const bool host = dst.on_host() || recipe.src_device().on_host();
+    if (!(dst == recipe.src_device())) on.refuse_capture("copies from one memory to another");
+    put(on);
     if (host || !stream.given) on.finish();
     if (program.device_ids() && !stream.given) on.wait_for_faults();
   } catch (const Error& error) {

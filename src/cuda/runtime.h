@@ -4,10 +4,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 
 #include "cuda/table.h"
+#include "kvstride/device.h"
 
 namespace kvstride::cuda {
 
@@ -28,6 +30,8 @@ class Runtime {
   virtual ~Runtime() = default;
   virtual std::string status() = 0;  ///< one line for people
   virtual int num_devices() = 0;
+  /// The device of memory that CUDA has made, −1 for pinned memory of the host, nothing for what CUDA does not know.
+  virtual std::optional<int> device_of(const void* memory) = 0;
 
   virtual std::byte* make_device_memory(int device, std::size_t bytes) = 0;
   virtual std::byte* make_pinned_memory(int device, std::size_t bytes) = 0;
@@ -36,6 +40,8 @@ class Runtime {
   virtual StreamHandle make_stream(int device) = 0;
   virtual EventHandle make_event(int device) = 0;
 
+  /// Whether what is put on the stream becomes part of a CUDA graph instead of being done.
+  virtual bool capturing(int device, StreamHandle stream) = 0;
   virtual void record(int device, EventHandle event, StreamHandle stream) = 0;
   virtual void wait(int device, StreamHandle stream, EventHandle event) = 0;  ///< of the stream
   virtual bool done(int device, EventHandle event) = 0;
@@ -52,6 +58,8 @@ constexpr std::size_t kInlineBytes = 3072;  ///< of a table that goes with the l
 
 /// The back end's runtime, or null with the reason in `why`: not built, no driver.
 Runtime* runtime(std::string* why = nullptr);
+/// The same for a device that has to be there. Throws Error(kDevice) without CUDA and for a number that is too large.
+Runtime& runtime_of(Device device);
 /// For tests: another one, from now on; null puts the real one back.
 void set_runtime(Runtime* other);
 /// Makes the real one, or says why there is none.

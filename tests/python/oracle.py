@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 import kvstride as kv
+from stand_in import PLACES, FakeArray
 
+_turn = itertools.count()
 ITEM = {"f32": 4, "i32": 4, "f16": 2, "bf16": 2}
 
 
@@ -43,9 +45,13 @@ class Memory:
             self.buffers.append(data)
 
     def cache(self) -> kv.Cache:
-        """The cache over these buffers, as flat tensors."""
+        """The cache over these buffers, as flat tensors, on the stand-in's devices if KVSTRIDE_TEST_CUDA says so."""
         parts = self.layout.num_parts
-        columns = [self.buffers[p::parts] for p in range(parts)]
+        buffers: list[Any] = self.buffers
+        if PLACES:
+            device = PLACES[next(_turn) % len(PLACES)]
+            buffers = [FakeArray(b, device) for b in buffers] if device >= 0 else buffers
+        columns = [buffers[p::parts] for p in range(parts)]
         return kv.Cache(columns[0] if parts == 1 else tuple(columns), self.layout)
 
     def get(self, plane: str, index: tuple[int, int, int, int, int]) -> bytes:

@@ -133,6 +133,7 @@ def test_a_binary_or_cut_file_is_named(tmp_path):
         ({"max_bytes": "200G"}, ["max_bytes is '200G'", "whole number"]),
         ({"max_bytes": float("inf")}, ["max_bytes is inf"]),
         ({"cpu_bytes_to_use": 0}, ["cpu_bytes_to_use is 0"]),
+        ({"cuda_worker": "mine"}, ["cuda_worker is 'mine'", "'vllm' or 'kvstride'"]),
         ({"cpu_bytes_to_use": float("nan")}, ["cpu_bytes_to_use is nan"]),
         ({"deadline": 0}, ["deadline is 0"]),
         ({"engine": "aio"}, ["'aio'", "io_uring"]),

@@ -123,6 +123,27 @@ def test_any_tensor_parallel_size_reads_what_another_wrote(work: Path, plain: li
     assert len(files) == 24, "both wrote the same chunks"
 
 
+@pytest.mark.skipif(not os.environ.get("KVSTRIDE_LONG"), reason="KVSTRIDE_LONG=1, as make test-long has it")
+def test_our_attention_and_vllms_own_read_what_the_other_wrote(
+    work: Path, plain: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's CPU kernels keep heads in tiles, ours keep them as the shape says: chunks are the same."""
+    root = work / "backends"
+    rounding = 0.2  # of two kernels in bf16
+    monkeypatch.setenv("KVSTRIDE_ATTENTION", "1")
+    ours = run(work, [BOTH[0], "settle"], extra=options(root))
+    assert "any tensor-parallel size" in ours["log"], "our caches are known"
+    assert alike(ours["answers"][0], plain[0], rounding)
+    monkeypatch.delenv("KVSTRIDE_ATTENTION")
+    theirs = run(work, [*BOTH, "settle"], extra=options(root))
+    assert [a["cached"] for a in theirs["answers"]] == [384, 0]
+    assert all(alike(a, plain[i], rounding) for i, a in enumerate(theirs["answers"]))
+    monkeypatch.setenv("KVSTRIDE_ATTENTION", "1")
+    again = run(work, BOTH, extra=options(root))
+    assert [a["cached"] for a in again["answers"]] == [384, 384]
+    assert all(alike(a, plain[i], rounding) for i, a in enumerate(again["answers"]))
+
+
 def test_killed_while_it_stores(work: Path, plain: list[dict[str, Any]]) -> None:
     root = work / "killed"
     killed = run(work, [{"prompt": FIRST}, "settle", {"prompt": SECOND}, "kill"], extra=options(root), killed=True)

@@ -41,7 +41,7 @@ class SplitCache:
     def dense_dim(self) -> bool:
         """Whether the dims of a head lie one after the other in both, as kernels want that take no stride for them,
         ModelOpt's among them. Not so in transposed layouts, such as `B H {key: D N, value: N D}`."""
-        infos = [inspect(view, any_device=True) for view in self]
+        infos = [inspect(view, where="any") for view in self]
         return all(info.shape[-1] == 1 or info.strides[-1] == 1 for info in infos)
 
     def __iter__(self) -> Iterator[Any]:
@@ -82,7 +82,7 @@ def split_kv_cache(
     parts = kv_cache if isinstance(kv_cache, (tuple, list)) else (kv_cache,)
     if not parts:
         raise ArgumentError(f"{_VERB}: kv_cache is an empty {type(kv_cache).__name__}")
-    infos = [inspect(part, f"{_VERB}: kv_cache", any_device=True) for part in parts]
+    infos = [inspect(part, f"{_VERB}: kv_cache", where="any") for part in parts]
     seen = " and ".join(f"{list(i.shape)} strides {list(i.strides)} {i.dtype_name}" for i in infos)
     try:
         if isinstance(backend, Layout) or (isinstance(backend, str) and not names_backend(backend)):

@@ -56,8 +56,9 @@ def by_enum() -> bool:
 
 
 def belongs(backend_class: type) -> bool:
-    """The class is vLLM's own, not a plug-in's of the same name."""
-    return backend_class.__module__.split(".")[0] == "vllm"
+    """The class is vLLM's own or ours, not another plug-in's of the same name."""
+    module = backend_class.__module__
+    return module.split(".")[0] == "vllm" or module == "kvstride.vllm.attention.backend"
 
 
 def writer_of(backend_class: type) -> type:

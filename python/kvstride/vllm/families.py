@@ -86,6 +86,7 @@ FAMILIES: Mapping[str, Family] = {
     "TreeAttentionBackend": _STRIDED,
     "XFormersAttentionBackend": _STRIDED,
     "HpcAttentionBackend": _STRIDED,
+    "KvstrideAttentionBackend": _STRIDED,  # ours, python/kvstride/vllm/attention
     "TritonAttentionBackend": Family(
         Interior.STRIDED,
         _HYBRID | {"x_split": Interior.X_SPLIT, "flash": Interior.STRIDED},

@@ -9,7 +9,8 @@ whose arguments say it all (`reshape_and_cache`: K split by x, V transposed; `re
 [num_blocks, block_size, num_kv_heads, head_size] views) take their arguments at their word and honour strides; over
 a registered cache a view must be exactly one of its planes, and where `layout=` is given the strides must agree.
 
-Tensors may be torch tensors or numpy arrays in host memory. Every argument is checked before the first byte is
+Tensors may be torch tensors or numpy arrays, all in host memory: on a CUDA device the engine has its own ops, and
+kvstride's verbs take a `kvstride.Cache` there. Every argument is checked before the first byte is
 written. Not thread-safe against concurrent `register`/`unregister`.
 """
 
@@ -90,6 +91,7 @@ def register(
     entries = []
     with _as("register"):
         for tensor in tensors:
+            inspect(tensor, "register: kv_caches")
             cache = kv.Cache(tensor, layout, geometry=geometry)
             info = cache.tensors[0]
             entries.append(_Entry(cache, layout, geometry, info, _span(info), _planes(cache)))

@@ -85,6 +85,7 @@ NAMES = {
 #: What vLLM calls of ours: its abstract class, and our class in this package.
 OVERRIDDEN = (
     (f"{_OFFLOAD}.base:OffloadingWorker", "worker:HostWorker"),
+    (f"{_OFFLOAD}.base:OffloadingWorker", "cuda_worker:CudaWorker"),
     (f"{_OFFLOAD}.tiering.base:SecondaryTierManager", "tier:KvstrideTier"),
     (f"{_OFFLOAD}.tiering.spec:TieringOffloadingSpec", "spec:KvstrideSpec"),
 )

@@ -34,6 +34,10 @@ VLLM_OPTIONS = frozenset(
     }
 )
 
+#: Options of the spec itself. `cuda_worker`: who moves blocks on a CUDA host, 'vllm' or 'kvstride', whose worker nobody
+#: has run on a GPU yet.
+SPEC_OPTIONS = frozenset({"cuda_worker"})
+
 #: Block hashes that no two prompts share.
 HASHES = frozenset({"sha256", "sha256_cbor", "sha256_cbor_64bit"})
 
@@ -113,9 +117,10 @@ def split_options(extra: Mapping[str, Any]) -> dict[str, Any]:
     """The options beside `spec_name` that are the tier's. Raises ArgumentError for one that nobody knows."""
     ours = {f.name for f in fields(TierOptions)}
     for name in extra:
-        if name not in ours and name not in VLLM_OPTIONS:
+        if name not in ours | SPEC_OPTIONS | VLLM_OPTIONS:
             raise ArgumentError(
-                f"kv_connector_extra_config: unknown option {name!r}{_instead(name, ours | VLLM_OPTIONS)}"
+                "kv_connector_extra_config: unknown option "
+                f"{name!r}{_instead(name, ours | SPEC_OPTIONS | VLLM_OPTIONS)}"
             )
     return {name: value for name, value in extra.items() if name in ours}
 
@@ -135,8 +140,17 @@ def with_tier(extra: Mapping[str, Any]) -> dict[str, Any]:
     number = isinstance(cpu_bytes, (int, float)) and not isinstance(cpu_bytes, bool)
     if not number or not 0 < cpu_bytes < 2**62:  # type: ignore[operator]
         raise ArgumentError(f"kv_connector_extra_config: cpu_bytes_to_use is {cpu_bytes!r}, expected bytes above 0")
+    cuda_worker(extra)
     rest = {name: value for name, value in extra.items() if name not in own}
     return {"canonical_layout": True, **rest, "secondary_tiers": tiers}
+
+
+def cuda_worker(extra: Mapping[str, Any]) -> str:
+    """Whose worker moves blocks on a CUDA host. Raises ArgumentError for an unknown one."""
+    value = extra.get("cuda_worker", "vllm")
+    if value not in ("vllm", "kvstride"):
+        raise ArgumentError(f"kv_connector_extra_config: cuda_worker is {value!r}, expected 'vllm' or 'kvstride'")
+    return str(value)
 
 
 def tiers_of(extra: Mapping[str, Any]) -> list[dict[str, Any]]:

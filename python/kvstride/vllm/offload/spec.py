@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offloading spec `kvstride`: vLLM's own tiering, our worker on CPU hosts, and our tier below the primary one."""
+"""The offloading spec `kvstride`: vLLM's own tiering, our workers, and our tier below the primary one."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from kvstride import ArgumentError, EngineError
 
 from .. import engine, live
 from .needs import ranks_take_turns
-from .options import HASHES, our_tiers, with_tier
+from .options import HASHES, cuda_worker, our_tiers, with_tier
 from .region import Description, forget_name, sweep
 from .rows import Group, Rows, describe_group
 from .weights import revision_of, settings_of
-from .worker import HostWorker, slot_bytes
+from .worker import BlockWorker, HostWorker, slot_bytes
 
 logger = init_logger("vllm.kvstride")
 
 
 class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """vLLM's TieringOffloadingSpec with kvstride's worker (on CPU hosts) and tier."""
+    """vLLM's TieringOffloadingSpec with kvstride's worker and tier."""
 
     config: Any
     _manager: Any
@@ -67,7 +67,7 @@ class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return manager
 
     def get_worker(self, kv_caches: Any) -> Any:
-        """Our worker on CPU hosts, vLLM's own elsewhere; either way the rows are described."""
+        """Our worker on CPU hosts and, with `cuda_worker`, on CUDA hosts; vLLM's own elsewhere. Rows are described."""
         if not self._worker:
             self._worker = self.create_worker(kv_caches)
         return self._worker
@@ -92,7 +92,11 @@ class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
         tiers = our_tiers(self.config.extra_config)
         rows = describe(config, self.config, tiers[0], kv_caches, canonical, slots) if tiers else None
         if host:
-            worker: Any = self._host_worker(kv_caches, canonical, slots)
+            worker: Any = self._our_worker(HostWorker, kv_caches, canonical, slots)
+        elif engine.platform() == "cuda" and cuda_worker(self.config.extra_config) == "kvstride":
+            from .cuda_worker import CudaWorker
+
+            worker = self._our_worker(CudaWorker, kv_caches, canonical, slots)
         else:
             self.config = dataclasses.replace(self.config, canonical_layout=canonical)
             worker = super().create_worker(kv_caches)
@@ -114,19 +118,30 @@ class KvstrideSpec(TieringOffloadingSpec):  # type: ignore[misc]
             cpu_page_size=self.cpu_page_size_per_worker,
         )
 
-    def _host_worker(self, kv_caches: Any, canonical: bool, slots: list[int]) -> HostWorker:
+    def _our_worker(self, kind: type[BlockWorker], kv_caches: Any, canonical: bool, slots: list[int]) -> BlockWorker:
         region = self._region()
         try:
             region._creator = False  # its name is removed by the scheduler's process, or swept
-            worker = HostWorker(
-                kv_caches, region, self.num_chunks, self.kv_bytes_per_chunk, self.blocks_per_chunk, canonical
-            )
+            if kind is not HostWorker:
+                _pin(region)
+            worker = kind(kv_caches, region, self.num_chunks, self.kv_bytes_per_chunk, self.blocks_per_chunk, canonical)
             if worker.slots != slots:
                 raise EngineError(f"kvstride: slots of a row are at {worker.slots}, not at {slots}")
             return worker
         except BaseException:
             region.cleanup()
             raise
+
+
+def _pin(region: Any) -> None:
+    """Has vLLM register the primary tier's memory with CUDA; where that fails transfers are slower, not wrong."""
+    try:
+        from vllm.v1.kv_offload.cpu.gpu_worker import pin_mmap_region
+    except ImportError:
+        logger.info("kvstride: this vLLM pins its offloading memory otherwise; transfers will be slower")
+        return
+    if not region.is_pinned:
+        pin_mmap_region(region)
 
 
 def _slots(kv_caches: Any, canonical: bool, blocks: int, first: int) -> list[int]:
