@@ -34,11 +34,14 @@ DEV := .venv
 ENGINE := .venv-vllm
 export PATH := $(CURDIR)/$(DEV)/bin:$(PATH)
 
-# What needs an installed vLLM; the rest is quick.
-ENGINE_TESTS := $(addprefix tests/python/,test_engine_writes.py test_vllm_backends.py test_vllm_offload.py \
-                  test_vllm_serving.py \
-                  test_modelopt_views.py test_modelopt_kernels.py test_vllm_cuda_worker.py)
-QUICK_TESTS := $(filter-out $(ENGINE_TESTS),$(wildcard tests/python/test_*.py))
+# What needs an installed vLLM or ModelOpt: tests that start engines, which want the machine for themselves, and tests
+# that do not, a file a process. The rest is quick; what of it names torch or vLLM sees another world where they are.
+ENGINE_TESTS := $(addprefix tests/python/,test_vllm_offload.py test_vllm_serving.py test_vllm_attention.py)
+INSTALLED_TESTS := $(addprefix tests/python/,test_modelopt_kernels.py test_vllm_backends.py test_engine_writes.py \
+                     test_modelopt_views.py)
+CUDA_WORKER_TESTS := tests/python/test_vllm_cuda_worker.py
+QUICK_TESTS := $(filter-out $(ENGINE_TESTS) $(INSTALLED_TESTS) $(CUDA_WORKER_TESTS),$(wildcard tests/python/test_*.py))
+TORCH_TESTS = $(shell grep -lE 'torch|vllm' $(QUICK_TESTS))
 RANDOM_TESTS = $(shell grep -l hypothesis $(QUICK_TESTS))
 CXX_FILES := $(shell find include src cli python/src tests fuzz benchmarks examples -name '*.cpp' -o -name '*.h')
 PY_DIRS := python tests examples scripts benchmarks
@@ -110,13 +113,19 @@ $(ENGINE)/.modelopt-$(MODELOPT_RELEASE): $(ENGINE)/.vllm-$(VLLM_RELEASE)
 	$(call retry,$(ENGINE)/bin/pip install -qq omegaconf 'pulp<4' scipy)
 	touch $@
 
+.PHONY: tools engine
+tools: $(DEV)/.tools $(NVCC_READY)
+engine: $(ENGINE)/.modelopt-$(MODELOPT_RELEASE)
+
 $(ENGINE)/.kvstride: dist/.wheel $(ENGINE)/.vllm-$(VLLM_RELEASE)
 	@$(call install_wheel,$(ENGINE))
+	$(call retry,$(ENGINE)/bin/pip install -qq pytest-xdist)
 	touch $@
 
 # --- Tests ----------------------------------------------------------------------------------------------------------
 
-.PHONY: check ctest quick test stand-in test-offload test-pythons test-long asan scalar tsan soak gpu fuzz
+.PHONY: check ctest quick test stand-in test-engine test-offload test-pythons test-long asan scalar tsan soak gpu fuzz \
+  build-stand-in build-asan build-scalar build-tsan build-fuzz
 ctest: $(DEV)/.tools $(NVCC_READY)
 	@$(configure_release)
 	cmake --build --preset release
@@ -129,24 +138,31 @@ quick: $(DEV)/.kvstride ## The Python tests that need neither torch nor vLLM
 
 # The verbs from Python on the stand-in for CUDA: on device memory, and on it and the host's by turns.
 ON_STAND_IN := $(addprefix tests/python/,test_blocks_oracle.py test_blocks_trees.py test_cases_blockop.py test_casts.py)
-stand-in: $(DEV)/.kvstride ## The Python verbs on the stand-in for CUDA
-	@cmake --preset stand-in -DKVSTRIDE_WERROR=$(WERROR) -DPython_EXECUTABLE=$(CURDIR)/$(DEV)/bin/python > build/configure.log || { cat build/configure.log; exit 1; }
+build-stand-in: $(DEV)/.kvstride
+	@$(call configure,stand-in,-DPython_EXECUTABLE=$(CURDIR)/$(DEV)/bin/python)
 	cmake --build --preset stand-in
 	package=build/stand-in/package/kvstride
 	rm -rf $$package && mkdir -p $$package
 	cp -r python/kvstride/. $$package && rm -f $$package/_core*
 	cp build/stand-in/python/_core.abi3.so $$package
-	export PYTHONPATH=$(CURDIR)/build/stand-in/package
+
+stand-in: build-stand-in ## The Python verbs on the stand-in for CUDA
+	@export PYTHONPATH=$(CURDIR)/build/stand-in/package
 	$(DEV)/bin/python -m pytest -q tests/python/test_cuda.py
 	# Not: views, and new arrays, which only torch makes on a device.
 	for place in device mixed; do
 	  KVSTRIDE_TEST_CUDA=$$place $(DEV)/bin/python -m pytest -q -n auto $(ON_STAND_IN) -k 'not gather and not views and not tiny'
 	done
 
-test: ctest stand-in $(ENGINE)/.kvstride $(ENGINE)/.modelopt-$(MODELOPT_RELEASE) ## All tests, those on an installed vLLM included
+test: ctest quick stand-in test-engine ## All tests, those on an installed vLLM included
+
+# The part of `make test` on an installed vLLM.
+test-engine: build-stand-in $(ENGINE)/.kvstride $(ENGINE)/.modelopt-$(MODELOPT_RELEASE)
 	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH" KVSTRIDE_REQUIRE_VLLM=1 KVSTRIDE_REQUIRE_MODELOPT=1
-	PYTHONPATH=build/stand-in/package python -m pytest -q tests/python/test_vllm_cuda_worker.py
-	python -m pytest tests/python
+	PYTHONPATH=build/stand-in/package python -m pytest -q $(CUDA_WORKER_TESTS)
+	python -m pytest -q -n auto --dist loadfile $(INSTALLED_TESTS)
+	python -m pytest -q -n auto $(TORCH_TESTS)
+	python -m pytest $(ENGINE_TESTS)
 
 test-offload: $(ENGINE)/.kvstride
 	@KVSTRIDE_REQUIRE_VLLM=1 KVSTRIDE_LONG=1 $(ENGINE)/bin/python -m pytest -q tests/python/test_vllm_offload.py
@@ -154,22 +170,32 @@ test-offload: $(ENGINE)/.kvstride
 test-pythons: dist/.wheel ## The wheel and its quick tests on CPython 3.12, 3.13 and 3.14, where PATH or pyenv has them
 	@scripts/pythons.sh $(QUICK_TESTS)
 
+# Builds go on beside tests that start engines, with what these leave of the cores; faults and fuzzing side by side.
 test-long: test test-pythons ## Too long for every day: other CPythons, older vLLMs, more random cases, ten minutes of store faults, five of fuzzing a target
 	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH"
+	CMAKE_BUILD_PARALLEL_LEVEL=1 nice -n 19 $(MAKE) build-asan build-tsan build-scalar build-fuzz > build/long-builds.log 2>&1 &
+	builds=$$!
+	trap 'kill $$builds 2> /dev/null || true' EXIT
 	python tests/python/old_releases.py
 	for release in $(OFFLOAD_RELEASES); do $(MAKE) test-offload VLLM_RELEASE=$$release ENGINE=.venv-vllm-$$release; done
 	$(MAKE) test-offload
 	KVSTRIDE_REQUIRE_VLLM=1 KVSTRIDE_LONG=1 python -m pytest -q tests/python/test_vllm_serving.py tests/python/test_vllm_attention.py
-	for seed in 1 2 3 4 5 6 7 8; do python -m pytest -q --hypothesis-seed=$$seed $(RANDOM_TESTS); done
-	$(MAKE) asan tsan
-	$(MAKE) scalar
-	$(MAKE) soak SOAK_SECONDS=$(LONG_SOAK_SECONDS)
+	wait $$builds || { tail -n 100 build/long-builds.log; exit 1; }
+	for seed in 1 2 3 4 5 6 7 8; do python -m pytest -q -n auto --hypothesis-seed=$$seed $(RANDOM_TESTS); done
+	$(MAKE) asan tsan scalar
+	$(MAKE) soak SOAK_SECONDS=$(LONG_SOAK_SECONDS) > build/long-soak.log 2>&1 &
+	soak=$$!
+	trap 'kill $$soak 2> /dev/null || true' EXIT
 	$(MAKE) fuzz FUZZ_SECONDS=$(LONG_FUZZ_SECONDS)
+	wait $$soak || { tail -n 100 build/long-soak.log; exit 1; }
+	tail -n 3 build/long-soak.log
 
-asan scalar tsan: $(DEV)/.tools ## The C++ tests with AddressSanitizer and UBSan, without vectors, or with ThreadSanitizer
-	@$(call configure,$@)
-	cmake --build --preset $@
-	ctest --preset $@
+build-asan build-scalar build-tsan build-fuzz: build-%: $(DEV)/.tools
+	@$(call configure,$*)
+	cmake --build --preset $*
+
+asan scalar tsan: %: build-% ## The C++ tests with AddressSanitizer and UBSan, without vectors, or with ThreadSanitizer
+	@ctest --preset $@
 
 soak: $(DEV)/.tools $(NVCC_READY) ## The store under faults for SOAK_SECONDS (3600), with other dice each time
 	@$(configure_release)
@@ -183,10 +209,8 @@ gpu: $(DEV)/.tools $(NVCC_READY) ## What scripts/gpu_check.sh runs on a real dev
 	@$(call configure,gpu,-DPython_EXECUTABLE=$(CURDIR)/$(DEV)/bin/python)
 	cmake --build --preset gpu --target kvstride_gpu_tests kvstride_cuda_bench _core
 
-fuzz: $(DEV)/.tools ## Each libFuzzer target for FUZZ_SECONDS (60)
-	@$(call configure,fuzz)
-	cmake --build --preset fuzz
-	scripts/fuzz.sh build/fuzz/fuzz $(FUZZ_SECONDS)
+fuzz: build-fuzz ## Each libFuzzer target for FUZZ_SECONDS (60), one on each core
+	@scripts/fuzz.sh build/fuzz/fuzz $(FUZZ_SECONDS)
 
 # --- The rest -------------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ set_source_files_properties(src/cuda/kernels.cu PROPERTIES COMPILE_OPTIONS
   "--expt-relaxed-constexpr;-fmad=false;$<$<BOOL:${KVSTRIDE_WERROR}>:-Werror=all-warnings>")
 # Nothing else sees CUDA's headers, so that the rest is compiled the same with and without CUDA, and ccache knows it.
 foreach(folder ${CUDAToolkit_INCLUDE_DIRS})
-  set_property(SOURCE src/cuda/cudart.cpp APPEND PROPERTY COMPILE_OPTIONS "SHELL:-isystem ${folder}")
+  set_property(SOURCE src/cuda/cudart.cpp APPEND PROPERTY COMPILE_OPTIONS "-isystem${folder}")
 endforeach()
 target_link_libraries(kvstride PRIVATE $<LINK_ONLY:CUDA::cudart_static>)
 set(KVSTRIDE_HAS_CUDA TRUE)
