@@ -9,6 +9,9 @@ if(KVSTRIDE_CUDA_STAND_IN)
 endif()
 set(use_cuda ${KVSTRIDE_CUDA})
 if(use_cuda STREQUAL "AUTO")
+  if(NOT CMAKE_CUDA_COMPILER)
+    unset(CMAKE_CUDA_COMPILER CACHE)  # it may have come since
+  endif()
   include(CheckLanguage)
   check_language(CUDA)
   set(use_cuda ${CMAKE_CUDA_COMPILER})
@@ -29,6 +32,9 @@ target_sources(kvstride PRIVATE src/cuda/cudart.cpp src/cuda/kernels.cu)
 # Values are converted as on the CPU: a product and a sum are rounded one after the other.
 set_source_files_properties(src/cuda/kernels.cu PROPERTIES COMPILE_OPTIONS
   "--expt-relaxed-constexpr;-fmad=false;$<$<BOOL:${KVSTRIDE_WERROR}>:-Werror=all-warnings>")
-target_include_directories(kvstride SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
-target_link_libraries(kvstride PRIVATE CUDA::cudart_static)
+# Nothing else sees CUDA's headers, so that the rest is compiled the same with and without CUDA, and ccache knows it.
+foreach(folder ${CUDAToolkit_INCLUDE_DIRS})
+  set_property(SOURCE src/cuda/cudart.cpp APPEND PROPERTY COMPILE_OPTIONS "-isystem${folder}")
+endforeach()
+target_link_libraries(kvstride PRIVATE $<LINK_ONLY:CUDA::cudart_static>)
 set(KVSTRIDE_HAS_CUDA TRUE)

@@ -12,22 +12,52 @@ struct alignas(16) Sixteen {
   std::uint64_t low, high;
 };
 
-/// Caches lie in global memory, which an address of unknown kind does not say.
-template <class T>
-KVSTRIDE_HD T* global(std::int64_t address) {
-  auto* out = reinterpret_cast<T*>(address);
-#ifdef __CUDA_ARCH__
-  __builtin_assume(__isGlobal(out));
-#endif
-  return out;
-}
+/// Caches lie in global memory, which an address of unknown kind does not say: the compiler takes it for any kind.
 template <class T>
 KVSTRIDE_HD T load(std::int64_t address) {
-  return *global<const T>(address);
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(T) == 16) {
+    T out;
+    asm volatile("ld.global.v2.u64 {%0, %1}, [%2];" : "=l"(out.low), "=l"(out.high) : "l"(address));
+    return out;
+  } else if constexpr (sizeof(T) == 8) {
+    T out;
+    asm volatile("ld.global.u64 %0, [%1];" : "=l"(out) : "l"(address));
+    return out;
+  } else if constexpr (sizeof(T) == 4) {
+    T out;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(out) : "l"(address));
+    return out;
+  } else {
+    std::uint16_t out;
+    if constexpr (sizeof(T) == 2) {
+      asm volatile("ld.global.u16 %0, [%1];" : "=h"(out) : "l"(address));
+    } else {
+      asm volatile("ld.global.u8 %0, [%1];" : "=h"(out) : "l"(address));
+    }
+    return static_cast<T>(out);
+  }
+#else
+  return *reinterpret_cast<const T*>(address);
+#endif
 }
 template <class T>
 KVSTRIDE_HD void store(std::int64_t address, T value) {
-  *global<T>(address) = value;
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(T) == 16) {
+    asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(value.low), "l"(value.high));
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("st.global.u64 [%0], %1;" ::"l"(address), "l"(value));
+  } else if constexpr (sizeof(T) == 4) {
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(address), "r"(value));
+  } else if constexpr (sizeof(T) == 2) {
+    asm volatile("st.global.u16 [%0], %1;" ::"l"(address), "h"(value));
+  } else {
+    asm volatile("st.global.u8 [%0], %1;" ::"l"(address), "h"(static_cast<std::uint16_t>(value)));
+  }
+#else
+  *reinterpret_cast<T*>(address) = value;
+#endif
 }
 
 /// Addresses of a row.
