@@ -2,6 +2,7 @@
 // attention() against the oracle: layouts, dtypes, batches, options; what nobody may read is NaN.
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <numeric>
 #include <optional>
 
@@ -289,6 +290,122 @@ TEST(Attention, MaskedNaNStaysAway) {
   }
 }
 
+/// One sequence of one head; the last `rows` of `keys` tokens ask. Elements are functions of (token, dim).
+struct Plain {
+  using Fill = std::function<double(std::int64_t, std::int64_t)>;
+  DType dtype;
+  std::int64_t rows;
+  std::int64_t keys;
+  std::int64_t dim;
+  std::int64_t step = 1;  ///< between the query's elements
+  std::vector<double> out;
+  std::vector<float> lse;
+
+  void attend(const Fill& query, const Fill& key, const Fill& value, const AttentionOptions& options) {
+    Memory memory(Layout("B KV N H D",
+                         {.num_blocks = keys, .block_size = 1, .num_kv_heads = 1, .head_size = dim, .dtype = dtype}));
+    const auto item = static_cast<std::size_t>(item_size(dtype));
+    std::vector<std::byte> q(static_cast<std::size_t>(rows * dim * step) * item, nan_byte(dtype));
+    std::vector<std::byte> result(static_cast<std::size_t>(rows * dim) * item);
+    std::vector<std::int32_t> table(static_cast<std::size_t>(keys));
+    std::iota(table.begin(), table.end(), 0);
+    for (std::int64_t t = 0; t < keys; ++t) {
+      for (std::int64_t d = 0; d < dim; ++d) {
+        test::encode_element(dtype, memory.at(memory.layout.plane("key"), {0, t, 0, 0, d}),
+                             static_cast<float>(key(t, d)));
+        test::encode_element(dtype, memory.at(memory.layout.plane("value"), {0, t, 0, 0, d}),
+                             static_cast<float>(value(t, d)));
+        if (t < rows) {
+          test::encode_element(dtype, &q[static_cast<std::size_t>((t * dim + d) * step) * item],
+                               static_cast<float>(query(t, d)));
+        }
+      }
+    }
+    const std::vector<std::int64_t> lengths{keys};
+    const std::vector<std::int64_t> starts{0, rows};
+    lse.assign(static_cast<std::size_t>(rows), 0.0F);
+    attention({{q.data(), dtype, {rows, 1, dim}, {dim * step, dim * step, step}},
+               {table.data(), false, 1, keys, keys},
+               lengths,
+               starts},
+              memory.cache(), 0, {result.data(), {rows, 1, dim}, {dim, dim, 1}, lse.data()}, options);
+    out.clear();
+    for (std::size_t i = 0; i < result.size(); i += item) out.push_back(test::decode_element(dtype, &result[i]));
+  }
+  double at(std::int64_t row, std::int64_t d) const { return out[static_cast<std::size_t>(row * dim + d)]; }
+};
+
+/// Scores near the end of f32 are scores: equal ones weigh the same, whatever rounding their product with the scale
+/// has.
+TEST(Attention, LargeScoresAreScores) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const std::int64_t rows : {1, 4, 40}) {
+      for (const float scale : {1.0F, 0.1118034F, -0.1118034F, 3.0F}) {
+        for (const double score : {1e4, 1.1e9, -1.1e9, 1e15, -1e29, 7e37, -7e37}) {
+          Plain plain{dtype, rows, 300, 80, 1, {}, {}};
+          AttentionOptions options;
+          options.scale = scale;
+          const double key = score / scale;  // times a query of ones and zeros
+          if (std::fabs(key) > 3e38) continue;
+          plain.attend([](auto, std::int64_t d) { return d == 3 ? 1.0 : 0.0; },
+                       [&](auto, std::int64_t d) { return d == 3 ? key : 0.5; },
+                       [](auto, std::int64_t d) { return static_cast<double>(d % 7) - 3; }, options);
+          for (std::int64_t r = 0; r < rows; ++r) {
+            ASSERT_NEAR(plain.lse[static_cast<std::size_t>(r)], score, std::fabs(score) * 8e-3 + 6)
+                << name_of(dtype) << " " << rows << " rows, scale " << scale;
+            for (std::int64_t d = 0; d < 80; ++d) {
+              ASSERT_NEAR(plain.at(r, d), static_cast<double>(d % 7) - 3, 1e-2) << score << " " << scale << " " << rows;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+/// An infinite value reaches its own dim of the rows that see it, and nothing else.
+TEST(Attention, AnInfiniteValueLeavesTheRestAlone) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    const std::int64_t rows = 40;
+    const auto number = [](std::int64_t t, std::int64_t d) {
+      return static_cast<double>((t * 7 + d * 3) % 13 - 6) / 4;
+    };
+    const Plain::Fill finite = [&](std::int64_t t, std::int64_t d) { return number(t + 5, d + 1); };
+    const Plain::Fill infinite = [&](std::int64_t t, std::int64_t d) {
+      return t == 270 && d == 2 ? std::numeric_limits<double>::infinity() : finite(t, d);
+    };
+    Plain expected{dtype, rows, 300, 20, 1, {}, {}};
+    Plain got = expected;
+    expected.attend(number, number, finite, {});
+    got.attend(number, number, infinite, {});
+    for (std::int64_t r = 0; r < rows; ++r) {
+      for (std::int64_t d = 0; d < 20; ++d) {
+        if (d == 2 && 260 + r >= 270) {
+          ASSERT_TRUE(std::isinf(got.at(r, d))) << r;
+        } else {
+          ASSERT_NEAR(got.at(r, d), expected.at(r, d), tolerance(dtype)) << name_of(dtype) << " " << r << " " << d;
+        }
+      }
+    }
+  }
+}
+
+TEST(Attention, AQueryMayHaveItsElementsApart) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const std::int64_t rows : {1, 40}) {
+      const auto number = [](std::int64_t t, std::int64_t d) {
+        return static_cast<double>((t * 5 + d * 3) % 13 - 6) / 4;
+      };
+      Plain together{dtype, rows, 90, 33, 1, {}, {}};
+      Plain apart{dtype, rows, 90, 33, 3, {}, {}};
+      together.attend(number, number, number, {});
+      apart.attend(number, number, number, {});
+      EXPECT_EQ(apart.out, together.out);
+      EXPECT_EQ(apart.lse, together.lse);
+    }
+  }
+}
+
 /// Prompts of several tiles, with heads of sizes that do not fill a panel.
 TEST(Attention, LongPromptsEqualTheOracle) {
   std::mt19937 random(8);
@@ -324,7 +441,7 @@ TEST(Attention, LongPromptsEqualTheOracle) {
                                  starts};
       for (const bool windowed : {false, true}) {
         AttentionOptions options;
-        if (windowed) options.window = 77;
+        if (windowed) options.window = 90;
         std::vector<std::byte> out(static_cast<std::size_t>(70 * heads * (dim - 5)) * item);
         std::vector<float> lse(static_cast<std::size_t>(70 * heads));
         attention(batch, memory.cache(), 0,

@@ -206,5 +206,24 @@ TEST(Threads, AComputationUsesTheThreadsOfOpenMP) {
       << "a forked child has none of them";
 }
 
+/// A child of a process whose OpenMP, torch's, was busy before anybody attended: its threads are not the child's.
+TEST(Threads, AForkedChildDoesWithoutOpenMP) {
+#if defined(__SANITIZE_THREAD__) || defined(__clang__)
+  GTEST_SKIP() << "OpenMP's runtime is not built for ThreadSanitizer, which clang builds are for";
+#endif
+  void* library = ::dlopen("libgomp.so.1", RTLD_NOW | RTLD_GLOBAL);
+  if (library == nullptr) GTEST_SKIP() << "no libgomp.so.1 here";
+  using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+  const auto parallel = reinterpret_cast<Parallel>(::dlsym(library, "GOMP_parallel"));
+  parallel([](void*) {}, nullptr, 2, 0);
+  EXPECT_EQ(in_child([] {
+              ::alarm(20);
+              std::atomic<int> calls{0};
+              cpu::run_team(2, [&](int) { ++calls; });
+              return calls == 2 && cpu::openmp_threads() == 0 ? 0 : 1;
+            }),
+            0);
+}
+
 }  // namespace
 }  // namespace kvstride

@@ -166,11 +166,10 @@ class Run {
     return problem_.scale * problem_.key_scale(item_.kv_head + head / item_.heads) * (item_.direct ? keys_.unit : 1.0F);
   }
 
-  /// Whether it is done with the scores already before the softmax, so that cap and N:M see them as they are. A large
-  /// one takes them beyond f32, where they are infinite.
+  /// Whether that is done with them before the softmax: where cap or N:M must see them as they are, and where the
+  /// largest score does not become the largest.
   bool scales_first(std::int64_t head) const {
-    const float scale = scale_of(head);
-    return problem_.options.soft_cap > 0.0F || sequence_.keep || !(scale > 0.0F && scale <= 1.0F);
+    return problem_.options.soft_cap > 0.0F || sequence_.keep || !(scale_of(head) > 0.0F);
   }
 
   /// Mask, soft cap, N:M; the largest of each row.
@@ -380,6 +379,22 @@ class Run {
   bool all_finite_ = true;
 };
 
+/// Calls one function now and another at the end of its life; either may be null.
+class Bracket {
+ public:
+  Bracket(void (*begin)(), void (*end)()) : end_(begin == nullptr ? nullptr : end) {
+    if (begin != nullptr) begin();
+  }
+  ~Bracket() {
+    if (end_ != nullptr) end_();
+  }
+  Bracket(const Bracket&) = delete;
+  Bracket& operator=(const Bracket&) = delete;
+
+ private:
+  void (*end_)();
+};
+
 }  // namespace
 
 Workspace::Workspace(const Problem& problem, const Sizes& sizes) {
@@ -428,10 +443,8 @@ Workspace::Workspace(const Problem& problem, const Sizes& sizes) {
 void run(const Problem& problem, const Item& item, const Sizes& sizes, Workspace& space, const State& into,
          Findings* findings) {
   const State& state = item.shared ? into : space.state;
-  const bool unit = !item.direct && problem.products.begin != nullptr;
-  if (unit) problem.products.begin();
+  const Bracket bracket(item.direct ? nullptr : problem.products.begin, problem.products.end);
   Run(problem, item, sizes, space, state, findings)();
-  if (unit) problem.products.end();
   if (!item.shared) write_out(problem, item, sizes, state, space.row);
 }
 

@@ -239,8 +239,6 @@ bool pack_values(std::byte* to_panels, const std::byte* const* values, std::int6
   return hn::AllFalse(words, hn::Gt(largest, hn::Set(words, kInfinity - 1)));
 }
 
-constexpr std::int64_t padded_pairs(std::int64_t depth) { return (depth + kPairUnit - 1) / kPairUnit * kPairUnit; }
-
 /// Two f32 that are bf16, side by side: the first one's bits lower.
 HWY_INLINE VU pair_of(VF first, VF second) {
   return hn::Or(hn::ShiftRight<16>(hn::BitCast(u, first)), hn::And(hn::BitCast(u, second), hn::Set(u, 0xFFFF0000U)));
@@ -249,7 +247,7 @@ HWY_INLINE VU pair_of(VF first, VF second) {
 /// Pairs of bf16 are turned as floats are: they are bits, nobody calculates with them.
 template <DType kType>
 void pack_key_pairs(std::byte* panels, const std::byte* const* keys, std::int64_t count, std::int64_t dim) {
-  const std::int64_t depth = padded_pairs(dim) / 2;
+  const std::int64_t depth = padded_to(dim, kPairUnit) / 2;
   turn_keys(panels, count, depth, [&](float* space, std::int64_t key, std::int64_t first, std::int64_t num) HWY_ATTR {
     const std::int64_t elements = std::clamp<std::int64_t>(dim - 2 * first, 0, 2 * num);
     if constexpr (kType == DType::kBF16) {
@@ -286,7 +284,7 @@ HWY_INLINE VU pair_values(const std::byte* first, const std::byte* second, VU& l
 template <DType kType>
 bool pack_value_pairs(std::byte* to_panels, const std::byte* const* values, std::int64_t count, std::int64_t dim) {
   constexpr std::int64_t kPanel = 2 * lanes();
-  const std::int64_t depth = padded_pairs(count);
+  const std::int64_t depth = padded_to(count, kPairUnit);
   auto* panels = reinterpret_cast<std::uint32_t*>(to_panels);
   VU largest = hn::Zero(u);  // of f32
   VU largest_pair = hn::Zero(u);
@@ -690,12 +688,16 @@ HWY_INLINE VF exp_below(VF x) {
   return hn::IfThenZeroElse(hn::Lt(x, hn::Set(f, -87.3F)), hn::Mul(p, hn::BitCast(f, power)));
 }
 
+/// score × scale − max, each rounded: 0 for the score that is the maximum. This file is compiled without contraction of
+/// the two, which would leave its rounding error, of large scores more than the exponential can take.
+HWY_INLINE VF below(VF score, VF scale, VF max) { return hn::Sub(hn::Mul(score, scale), max); }
+
 float exponentiate(float* scores, std::int64_t count, float scale, float max) {
   const VF times = hn::Set(f, scale);
   const VF top = hn::Set(f, max);
   VF sum = hn::Zero(f);
   for (std::int64_t i = 0; i < count; i += lanes()) {
-    const VF e = exp_below(hn::MulSub(hn::LoadU(f, scores + i), times, top));
+    const VF e = exp_below(below(hn::LoadU(f, scores + i), times, top));
     hn::StoreU(e, f, scores + i);
     sum = hn::Add(sum, e);
   }
@@ -733,16 +735,16 @@ HWY_INLINE void store_upper(VF first, VF second, std::byte* to) {
 HWY_INLINE VF half_up(VF v) { return hn::BitCast(f, hn::Add(hn::BitCast(u, v), hn::Set(u, 0x8000))); }
 
 float weigh(std::byte* to, const float* scores, std::int64_t count, std::int64_t padded, float scale, float max) {
-  constexpr float kLog2E = 1.44269504F;
-  const VF times = hn::Set(f, scale * kLog2E);
-  const VF top = hn::Set(f, max * kLog2E);
+  const VF log2_e = hn::Set(f, 1.44269504F);
+  const VF times = hn::Set(f, scale);
+  const VF top = hn::Set(f, max);
   VF sums[2] = {hn::Zero(f), hn::Zero(f)};
   for (std::int64_t i = 0; i < padded; i += 2 * lanes()) {
     VF e[2];
 #pragma GCC unroll 2
     for (int side = 0; side < 2; ++side) {
       const std::int64_t first = i + side * lanes();
-      e[side] = power_below(hn::MulSub(hn::LoadU(f, scores + first), times, top));
+      e[side] = power_below(hn::Mul(below(hn::LoadU(f, scores + first), times, top), log2_e));
       if (first + lanes() > count) {
         const std::int64_t left = std::max<std::int64_t>(count - first, 0);
         e[side] = hn::IfThenElseZero(hn::FirstN(f, static_cast<std::size_t>(left)), e[side]);
@@ -789,21 +791,17 @@ void keep(float* scores, std::int64_t count, int n, int m) {
   keep_of<8>(scores, count, n);
 }
 
-/// Whether a dtype's numbers are bf16.
-template <DType kType>
-constexpr bool kPairs = kType == DType::kBF16 || kType == DType::kF8E4M3 || kType == DType::kF8E5M2;
-
 template <DType kType>
 constexpr KeyLoops key_loops_of() {
   KeyLoops out{scores<kType>, pack_keys<kType>, nullptr, deal<kType, false>, kUnit<kType>};
-  if constexpr (kPairs<kType>) out.pack_pairs = pack_key_pairs<kType>;
+  if constexpr (fits_bf16(kType)) out.pack_pairs = pack_key_pairs<kType>;
   return out;
 }
 
 template <DType kType>
 constexpr ValueLoops value_loops_of() {
   ValueLoops out{add_values<kType>, pack_values<kType>, nullptr, deal<kType, true>, kUnit<kType>};
-  if constexpr (kPairs<kType>) out.pack_pairs = pack_value_pairs<kType>;
+  if constexpr (fits_bf16(kType)) out.pack_pairs = pack_value_pairs<kType>;
   return out;
 }
 

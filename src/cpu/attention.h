@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops of attention: products of f32 matrices with rows of a cache, and what lies between them.
+// The loops of attention: products of queries and weights with rows of a cache, and what lies between them.
 //
 // Rows of keys and values are given as addresses of contiguous elements. Where there are few query rows they are read
 // as they are; for many they are packed into *panels* first: `panel` columns side by side, one depth after the other.
@@ -19,7 +19,7 @@ inline constexpr std::int64_t kPadding = 64;
 /// Depths of packed pairs of bf16 are padded to a multiple of it.
 inline constexpr std::int64_t kPairUnit = 32;
 
-constexpr std::int64_t padded(std::int64_t count) { return (count + kPadding - 1) / kPadding * kPadding; }
+constexpr std::int64_t padded(std::int64_t count) { return padded_to(count, kPadding); }
 
 struct AttentionMath {
   std::int64_t panel;  ///< columns of a panel; divides kPadding

@@ -10,6 +10,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "cpu/environment.h"
@@ -29,11 +30,13 @@ void find(Function& function, const char* name) {
   function = reinterpret_cast<Function>(::dlsym(RTLD_DEFAULT, name));
 }
 
-/// Set in a forked child, which has none of the runtime's threads.
+/// Set in a forked child, which has none of the runtime's threads, whoever had started them.
 std::atomic<bool> forked{false};
+const int at_fork = pthread_atfork(nullptr, nullptr, [] { forked.store(true); });
 
 /// It may be loaded after us: looked for until it is found.
 const Runtime* runtime() {
+  (void)at_fork;
   static const bool wanted = number_from("KVSTRIDE_OPENMP", 0, 1).value_or(1) == 1;
   static std::atomic<const Runtime*> found{nullptr};
   if (!wanted || forked.load(std::memory_order_relaxed)) return nullptr;
@@ -44,8 +47,6 @@ const Runtime* runtime() {
   find(now.most, "omp_get_max_threads");
   if (!now.complete()) return nullptr;
   static const Runtime kept = now;
-  static const int at_fork = pthread_atfork(nullptr, nullptr, [] { forked.store(true); });
-  (void)at_fork;
   found.store(&kept, std::memory_order_release);
   return &kept;
 }
@@ -67,7 +68,7 @@ void on_openmp(int threads, const std::function<void(int)>& work) {
         const Job& mine = *static_cast<const Job*>(data);
         (*mine.work)(mine.omp->thread());
       },
-      &job, static_cast<unsigned>(threads), 0);
+      &job, static_cast<unsigned>(std::min(threads, job.omp->most())), 0);
 }
 
 }  // namespace kvstride::cpu

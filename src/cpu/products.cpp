@@ -51,8 +51,6 @@ MatrixUnit chosen_unit() {
   return attention_math().panel == kPanel ? amx() : MatrixUnit{};
 }
 
-bool fits_bf16(DType dtype) { return dtype == DType::kBF16 || dtype == DType::kF8E4M3 || dtype == DType::kF8E5M2; }
-
 }  // namespace
 
 MatrixUnit emulated_unit() { return {emulated_multiply, nullptr, nullptr}; }

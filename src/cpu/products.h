@@ -9,6 +9,13 @@
 
 namespace kvstride::cpu {
 
+constexpr std::int64_t padded_to(std::int64_t count, std::int64_t unit) { return (count + unit - 1) / unit * unit; }
+
+/// Whether all numbers of a dtype are bf16.
+constexpr bool fits_bf16(DType dtype) {
+  return dtype == DType::kBF16 || dtype == DType::kF8E4M3 || dtype == DType::kF8E5M2;
+}
+
 /// C = A B with sums in f32. B is packed into *panels*: `panel` columns side by side, one depth after the other (f32),
 /// or two depths of a column side by side (bf16). A are rows of f32 or of bf16.
 struct Products {
@@ -32,7 +39,7 @@ struct Products {
   void (*begin)();
   void (*end)();
 
-  std::int64_t padded_depth(std::int64_t depth) const { return (depth + unit - 1) / unit * unit; }
+  std::int64_t padded_depth(std::int64_t depth) const { return padded_to(depth, unit); }
 };
 
 /// For queries, keys and values of these dtypes: bf16 on a matrix unit where the machine has one and nothing is lost

@@ -37,9 +37,10 @@ class Lane:
 
     def put(self, job_id: int, work: Callable[[Any], int]) -> None:
         """`work(stream)`, which gives the bytes that it moved, behind all that the engine's stream has now."""
+        mark = self.mark()
         with self._changed:
             self._under_way.add(job_id)
-        self._jobs.put((job_id, self.mark(), work))
+        self._jobs.put((job_id, mark, work))
 
     def mark(self) -> Any:
         """An event at the end of the engine's stream."""
@@ -75,9 +76,12 @@ class Lane:
             try:
                 stream = stream or self.stream()
                 stream.wait_event(mark)
-                moved = work(stream)
-                stream.synchronize()
+                try:
+                    moved = work(stream)
+                finally:
+                    stream.synchronize()  # what it had begun may be under way still
             except Exception as error:  # whatever it is, vLLM must be told, or it would wait for ever
+                moved = None
                 logger.error("kvstride: offloading job %d failed: %s", job_id, error)
             took = time.perf_counter() - begin
             result = TransferResult(

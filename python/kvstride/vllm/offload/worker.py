@@ -64,7 +64,9 @@ class BlockWorker(OffloadingWorker):  # type: ignore[misc]
                 tensor = kv_caches.tensors[ref.tensor_idx].tensor
                 for run in _runs(ref, canonical):
                     key = (run, tensor.shape[0], tensor.stride(0), tensor.device, sizes[ref.tensor_idx])
-                    alike.setdefault(key, []).append(ref.tensor_idx)
+                    indices = alike.setdefault(key, [])
+                    if ref.tensor_idx not in indices:
+                        indices.append(ref.tensor_idx)
             self._groups.append([])
             for key, indices in alike.items():
                 whole = (key, tuple(indices))
