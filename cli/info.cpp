@@ -16,13 +16,14 @@ Outcome run_info(const Options& options) {
   if (options.json) {
     return {dump({{"version", version()},
                   {"cpu", targets},
+                  {"matrix", matrix_unit()},
                   {"cuda", cuda_built()},
                   {"cuda_status", cuda_status()},
                   {"layouts", registry().size()}}),
             "", kDone};
   }
-  return {fmt::format("version  {}\ncpu      {}\ncuda     {}\nlayouts  {}\n", version(), fmt::join(targets, " "),
-                      cuda_status(), registry().size()),
+  return {fmt::format("version  {}\ncpu      {}\nmatrix   {}\ncuda     {}\nlayouts  {}\n", version(),
+                      fmt::join(targets, " "), matrix_unit(), cuda_status(), registry().size()),
           "", kDone};
 }
 

@@ -13,4 +13,10 @@ namespace kvstride {
 /// standard error and ignored.
 std::vector<std::string> instruction_sets();
 
+/// What multiplies bf16 in attention over many query rows: `amx` where the processor, the kernel and
+/// KVSTRIDE_CPU_TARGET allow it, `emulated` or `none` as KVSTRIDE_MATRIX says or where there is nothing. Asks Linux for
+/// the use of AMX, as the first such call of attention() does; a signal stack of less than about 12 KB is refused from
+/// then on.
+std::string matrix_unit();
+
 }  // namespace kvstride

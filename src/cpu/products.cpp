@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "cpu/attention.h"
+#include "kvstride/cpu.h"
 
 namespace kvstride::cpu {
 namespace {
@@ -38,17 +39,28 @@ void emulated_multiply(float* c, std::int64_t c_step, const std::byte* a, std::i
   }
 }
 
-/// None, or the one that KVSTRIDE_MATRIX and the machine give.
-MatrixUnit chosen_unit() {
+struct Choice {
+  const char* name;
+  MatrixUnit unit;
+};
+
+/// What KVSTRIDE_MATRIX and the machine give.
+Choice choose() {
   const char* text = std::getenv("KVSTRIDE_MATRIX");
   const std::string_view wanted = text == nullptr || *text == '\0' ? "auto" : text;
-  if (wanted == "off") return {};
-  if (wanted == "emulated") return emulated_unit();
+  if (wanted == "off") return {"none", {}};
+  if (wanted == "emulated") return {"emulated", emulated_unit()};
   if (wanted != "auto") {
     std::fprintf(stderr, "kvstride: KVSTRIDE_MATRIX is '%.40s', ignored: neither auto, off nor emulated\n", text);
   }
   constexpr std::int64_t kPanel = 32;  // AMX's machines have AVX-512, but KVSTRIDE_CPU_TARGET may want less
-  return attention_math().panel == kPanel ? amx() : MatrixUnit{};
+  const MatrixUnit unit = attention_math().panel == kPanel ? amx() : MatrixUnit{};
+  return {unit.multiply == nullptr ? "none" : "amx", unit};
+}
+
+const Choice& chosen() {
+  static const Choice choice = choose();
+  return choice;
 }
 
 }  // namespace
@@ -60,7 +72,7 @@ Products products(DType query, DType keys, DType values) {
   const KeyLoops key = key_loops(keys);
   const ValueLoops value = value_loops(values);
   if (query == DType::kBF16 && fits_bf16(keys) && fits_bf16(values)) {
-    static const MatrixUnit unit = chosen_unit();
+    const MatrixUnit& unit = chosen().unit;
     if (unit.multiply != nullptr) {
       return {math.panel, kPairUnit, 32, 15, 2, key.pack_pairs, value.pack_pairs, unit.multiply, unit.begin, unit.end};
     }
@@ -69,3 +81,7 @@ Products products(DType query, DType keys, DType values) {
 }
 
 }  // namespace kvstride::cpu
+
+namespace kvstride {
+std::string matrix_unit() { return cpu::chosen().name; }
+}  // namespace kvstride

@@ -105,6 +105,7 @@ def test_info():
     if flags.exists() and " avx2 " in flags.read_text():
         assert "AVX2" in info["cpu"]
     assert info["cpu"] == kv.instruction_sets()
+    assert info["matrix"] in ("amx", "none")
 
 
 def test_layouts_lists_the_registry():
