@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import TransferResult
 
@@ -44,10 +43,14 @@ class Lane:
 
     def mark(self) -> Any:
         """An event at the end of the engine's stream."""
+        import torch  # the package is checked where there is none
+
         return torch.cuda.current_stream(self._device).record_event()
 
     def stream(self) -> Any:
         """A stream for this thread."""
+        import torch
+
         torch.cuda.set_device(self._device)
         return torch.cuda.Stream(self._device)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 import kvstride as kv
@@ -44,6 +43,8 @@ class BlockWorker(OffloadingWorker):  # type: ignore[misc]
     def __init__(
         self, kv_caches: Any, region: Any, num_rows: int, row_bytes: int, blocks: int, canonical: bool
     ) -> None:
+        import torch  # the package is checked where there is none
+
         self._region = region
         self._blocks = blocks
         rows = np.asarray(region.create_kv_memoryview()).view(np.uint8).reshape(-1)
@@ -54,7 +55,7 @@ class BlockWorker(OffloadingWorker):  # type: ignore[misc]
             for size in sizes
         ]
         self.slots = [view.data_ptr() - rows.ctypes.data for view in views]
-        self._rows = torch.from_numpy(rows)
+        self._rows: Any = torch.from_numpy(rows)
         self._groups: list[list[_Run]] = []
         made: dict[Any, _Run] = {}
         for refs in kv_caches.group_data_refs:
@@ -90,6 +91,8 @@ class BlockWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _bytes_of(self, tensor: Any) -> Any:
         """The memory that a tensor of int8 rows starts at, as bytes."""
+        import torch
+
         storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         return storage[tensor.storage_offset() :]
 
