@@ -48,7 +48,9 @@ def own(work: Path, kind: str, dtype: str) -> dict[str, Any]:
     """What vLLM's own backend answers."""
     name = f"{kind} {dtype}"
     if name not in _own:
-        _own[name] = run(work, STEPS, kind=kind, llm={"dtype": dtype, **SMALL_STEPS})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("KVSTRIDE_ATTENTION", raising=False)
+            _own[name] = run(work, STEPS, kind=kind, llm={"dtype": dtype, **SMALL_STEPS})
     return _own[name]
 
 
@@ -129,6 +131,30 @@ def test_lambda_to_zero_is_dense(work: Path, monkeypatch: pytest.MonkeyPatch) ->
     expect_alike(tiny, dense(monkeypatch, work), 1e-4)
     assert counted(tiny, "tiles", "prefill") > 0 and counted(tiny, "tiles", "decode") > 0
     assert counted(tiny, "tiles_skipped", "prefill") == counted(tiny, "tiles_skipped", "decode") == 0
+
+
+@needs_vllm
+@long
+def test_sparse_in_bf16(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On AMX where the processor has it: tiles that nobody skips, and tiles that are."""
+    llm = {"dtype": "bfloat16", **SMALL_STEPS}
+    tiny = ours(monkeypatch, work, {"skip_lambda": 1e-30, **TILE}, kind="llama", llm=llm)
+    expect_alike(tiny, own(work, "llama", "bfloat16"), rounding(work, "llama", "bfloat16"))
+    assert counted(tiny, "tiles", "prefill") > 0 and counted(tiny, "tiles_skipped", "prefill") == 0
+    large = ours(monkeypatch, work, {"skip_lambda": 0.7, **TILE}, kind="llama", llm=llm)
+    assert 0 < counted(large, "tiles_skipped", "prefill") < counted(large, "tiles", "prefill")
+
+
+@needs_vllm
+@long
+@pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM has fp8 KV on AVX-512 only")
+def test_fp8_keys_and_values(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", **SMALL_STEPS}
+    expected = run(work, STEPS, kind="llama", llm=llm)
+    told = ours(monkeypatch, work, kind="llama", llm=llm)
+    expect_alike(told, expected, 2 * rounding(work, "llama", "bfloat16"))
+    plain = own(work, "llama", "bfloat16")
+    assert any(a["logprobs"] != b["logprobs"] for a, b in zip(told["answers"], plain["answers"], strict=True))
 
 
 @needs_vllm
