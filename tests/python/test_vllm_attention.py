@@ -149,12 +149,18 @@ def test_sparse_in_bf16(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @long
 @pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM has fp8 KV on AVX-512 only")
 def test_fp8_keys_and_values(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", **SMALL_STEPS}
-    expected = run(work, STEPS, kind="llama", llm=llm)
+    """The two round to f8 otherwise, and this model of random weights feels each rounding: ours must come as near to
+    what is not rounded as vLLM's own does."""
+    llm = {"dtype": "float32", "kv_cache_dtype": "fp8", **SMALL_STEPS}
+    plain = own(work, "llama", "float32")
+    theirs = run(work, STEPS, kind="llama", llm=llm)
     told = ours(monkeypatch, work, kind="llama", llm=llm)
-    expect_alike(told, expected, 2 * rounding(work, "llama", "bfloat16"))
-    plain = own(work, "llama", "bfloat16")
-    assert any(a["logprobs"] != b["logprobs"] for a, b in zip(told["answers"], plain["answers"], strict=True))
+
+    def distance(answers: list[dict[str, Any]]) -> float:
+        pairs = zip(answers, plain["answers"], strict=True)
+        return sum(compare(a, b, 1.0)[0] for a, b in pairs) / len(answers)
+
+    assert 0 < distance(told["answers"]) <= 1.25 * distance(theirs["answers"])
 
 
 @needs_vllm
