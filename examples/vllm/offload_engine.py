@@ -4,9 +4,10 @@
     python offload_engine.py JOB.json ANSWER.json
 
 JOB: `model` (a directory, see write_model), `tp`, `llm` (arguments of LLM), `extra` (kv_connector_extra_config, absent:
-no connector), `connector`, `events` (tell KV events), `steps`. A step is one of
-{"prompt": [ids], "tokens": n, "salt": text, "adapter": directory, "digest": bool}; {"together": [such prompts]}, served
-at once; {"remove": file}; {"spoil": {"how": …, "layers": …, "heads": …}}, see spoil; "reset"; "settle"; "kill".
+no connector), `connector`, `module` (that brings it, if vLLM does not), `events` (tell KV events), `steps`.
+A step is one of {"prompt": [ids], "tokens": n, "salt": text, "adapter": directory, "digest": bool}; {"together": [such
+prompts]}, served at once; {"remove": file}; {"spoil": {"how": …, "layers": …, "heads": …}}, see spoil; "reset";
+"settle"; "kill".
 ANSWER: what each prompt gave, in the order asked, the metrics at the end, and the events.
 """
 
@@ -187,6 +188,7 @@ class Engine:
         if "extra" in job:
             more["kv_transfer_config"] = KVTransferConfig(
                 kv_connector=job.get("connector", "OffloadingConnector"),
+                kv_connector_module_path=job.get("module"),
                 kv_role="kv_both",
                 kv_connector_extra_config=job["extra"],
             )
