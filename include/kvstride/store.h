@@ -89,9 +89,11 @@ TierPtr directory_tier(const DirectoryTierOptions& options);
 struct RemoteTierOptions {
   /// `s3://bucket/prefix?…`, `redis://host:port/db?…`: docs/remote.md has the options of each engine.
   std::string url;
-  std::int64_t staging_bytes = 0;        ///< memory for chunks on their way; 0: 256 MiB
-  std::size_t queue_chunks = 4096;       ///< that may wait; more are refused
-  std::int64_t queue_bytes = 0;          ///< images of writes that wait or are under way; 0: 1 GiB
+  std::int64_t staging_bytes = 0;   ///< memory for chunks on their way; 0: 256 MiB
+  std::size_t queue_chunks = 4096;  ///< that may wait; more are refused
+  /// Images of writes that wait or are under way, more are refused; 0: half of staging_bytes. They lie in the memory of
+  /// the tier above, and keep it.
+  std::int64_t queue_bytes = 0;
   int num_threads = 0;                   ///< that call the engine; 0: as it likes
   std::size_t known_chunks = 1'000'000;  ///< whose being there is remembered
   std::chrono::nanoseconds known_for = std::chrono::seconds(60);
@@ -219,6 +221,9 @@ class Store {
   std::vector<bool> lookup(std::span<const Key> keys, std::optional<Range> heads = {}, bool ask = true);
   /// How many chunks from the first on are held without a gap.
   std::int64_t lookup_prefix(std::span<const Key> keys, std::optional<Range> heads = {}, bool ask = true);
+  /// Brings chunks that only lower tiers hold into the upper ones, verified, so that a get finds them there. kOk: the
+  /// first tier was offered it, or had it.
+  Job prefetch(std::span<const Key> keys, std::optional<Range> heads = {}, const RequestOptions& options = {});
   /// Pins what is there until the result is dropped. Another process may still remove a file.
   Pins pin(std::span<const Key> keys);
   /// Forgets chunks in all tiers. Returns how many keys were there.

@@ -163,6 +163,13 @@ Job StoreImpl::transfer_bytes(const char* name, Verb verb, std::span<const Key> 
   return submit(std::move(out));
 }
 
+Job StoreImpl::prefetch(std::span<const Key> keys, const std::optional<Range>& heads, const RequestOptions& options) {
+  const Heads wanted = want(heads);
+  std::shared_ptr<JobState> out = job(Verb::kPrefetch, keys, options);
+  if (!space_.fields().raw) out->heads = {0, wanted.first, wanted.count};
+  return submit(std::move(out));
+}
+
 /// What a reader of all, or of `heads`, needs.
 Heads StoreImpl::want(const std::optional<Range>& heads) const {
   const std::int64_t limit = space_.fields().num_kv_heads;
