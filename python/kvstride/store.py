@@ -140,14 +140,14 @@ class DirectoryTier(Tier):
 class RemoteTier(Tier):
     """Chunks in an engine that others run, which several machines share (docs/remote.md).
 
-    `url` names it: `s3://bucket/prefix?endpoint=…`, `redis://host:port/db`. It connects with the first request; whatever
-    the engine does wrong is a miss, and one that fails again and again is left alone until it answers. `timeout`
-    (seconds) bounds one attempt, `retries` are made after one that failed, all within the request's deadline.
+    `url` names it: `s3://bucket/prefix?endpoint=…`, `redis://host:port/db`. It connects with the first request;
+    whatever the engine does wrong is a miss, and one that fails again and again is left alone until it answers.
+    `timeout` (seconds) bounds one attempt, `retries` are made after one that failed, all within the request's deadline.
     `lookup_timeout` bounds what a lookup waits for the engine's word on unknown keys; what is known to be there is
     believed for `known_for` seconds, of `known_chunks` at most. `staging_bytes` are memory for chunks on their way
     (256 MiB), `queue_bytes` bounds images of writes that wait or are under way (half of that), which keep memory of
-    the tier above; `queue_chunks` may wait; more are refused. `num_threads` call the engine (0: as it likes). Raises ArgumentError for a URL or an option that cannot be,
-    StoreError where the engine's client is not there.
+    the tier above; `queue_chunks` may wait; more are refused. `num_threads` call the engine (0: as it likes). Raises
+    ArgumentError for a URL or an option that cannot be, StoreError where the engine's client is not there.
     """
 
     def __init__(
