@@ -315,7 +315,7 @@ void StoreImpl::deliver(Fetch& fetch, const std::vector<std::shared_ptr<const Sh
           std::make_unique<plan::Program>(plan::recipe_for("get", form.cache, *job.cache, std::move(build))));
       programs.back()->bind_tokens(std::array<std::int64_t, 1>{0}, job.blocks_of(chunk),
                                    {0, 0, space_.fields().block_size});
-      programs.back()->move_source(payload, Form::nominal());
+      programs.back()->move_source(payload, plan::nominal());
     }
   } catch (const Error&) {  // planes of another kind under the same names
     why = Tally::kMissOther;
