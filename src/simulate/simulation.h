@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -55,7 +57,7 @@ struct Result {
   std::int64_t full_hits = 0;     ///< requests with a chunk or more, all of which were hits
   std::int64_t first_time = 0;    ///< nanoseconds, of requests
   std::int64_t last_time = 0;
-  double seconds = 0;  ///< that run() took
+  double seconds = 0;  ///< of CPU that run() took
   std::vector<TierResult> tiers;
 };
 
