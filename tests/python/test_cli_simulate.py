@@ -430,7 +430,16 @@ def test_scale_is_known_by_computation():
 
 def test_an_interrupted_run_says_so_and_leaves_no_file(tmp_path):
     path = tmp_path / "long.jsonl"
-    program = [PROGRAM, "simulate", "--synthetic", "rate=1000,duration=52w", "--write-trace", str(path), *ENOUGH, "--json"]
+    program = [
+        PROGRAM,
+        "simulate",
+        "--synthetic",
+        "rate=1000,duration=52w",
+        "--write-trace",
+        str(path),
+        *ENOUGH,
+        "--json",
+    ]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 30
         while not any(tmp_path.iterdir()) and time.monotonic() < deadline:
