@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -331,7 +332,7 @@ def test_a_fleet_is_what_its_numbers_say(tmp_path):
     rows = trace_of(FLEET, tmp_path)
     assert rows == trace_of(FLEET, tmp_path, "again") != trace_of(FLEET.replace("=7", "=8"), tmp_path, "other")
     assert 5 * 600 * 0.75 < len(rows) < 5 * 600 * 1.2
-    assert all(a["timestamp"] <= b["timestamp"] for a, b in zip(rows, rows[1:], strict=False))
+    assert all(a["timestamp"] <= b["timestamp"] for a, b in itertools.pairwise(rows))
     assert rows[-1]["timestamp"] < 600_000
     parents: dict[int, int] = {}
     seen = -1
@@ -375,7 +376,7 @@ def test_a_sweep_has_a_run_for_each_combination_each_as_if_alone(tmp_path):
     assert all(one["hits"] == sum(tier["hits"] for tier in one["tiers"]) for one in got)
     text = run("simulate", *arguments, "--host", "0,1G", "--directory", "10G,40G", "--policy", "lru,s3-fifo").stdout
     table = [line.split() for line in text.splitlines()]
-    assert ["HOST", "DIRECTORY", "POLICY", "HIT", "RATE"] == table[2][:5]
+    assert table[2][:5] == ["HOST", "DIRECTORY", "POLICY", "HIT", "RATE"]
     assert [line[:3] for line in table[3:5]] == [["0", "10G", "lru"], ["0", "10G", "s3-fifo"]]
     assert len(table[3:11]) == 8 and table[11] == []
 
