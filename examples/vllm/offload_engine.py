@@ -6,8 +6,8 @@
 JOB: `model` (a directory, see write_model), `tp`, `llm` (arguments of LLM), `extra` (kv_connector_extra_config, absent:
 no connector), `connector`, `module` (that brings it, if vLLM does not), `events` (tell KV events), `steps`.
 A step is one of {"prompt": [ids], "tokens": n, "salt": text, "adapter": directory, "digest": bool}; {"together": [such
-prompts]}, served at once; {"remove": file}; {"signal": [process]}, which is killed; {"spoil": {"how": …, "layers": …, "heads": …}}, see spoil; "reset";
-"settle"; "kill".
+prompts]}, served at once; {"remove": file}; {"signal": [process]}, which is killed; {"spoil": {"how": …, "layers": …,
+"heads": …}}, see spoil; "reset"; "settle"; "kill".
 ANSWER: what each prompt gave, in the order asked, the metrics at the end, and the events.
 """
 
