@@ -23,8 +23,8 @@ inline constexpr std::string_view kUnsignedBody = "UNSIGNED-PAYLOAD";
 
 /// A request as it will be sent.
 struct Unsigned {
-  std::string_view method;
-  std::string_view host;                     ///< the Host header
+  std::string method;
+  std::string host;                          ///< the Host header
   std::string path;                          ///< percent-encoded, from '/' on
   std::map<std::string, std::string> query;  ///< not encoded
   std::map<std::string, std::string>
