@@ -86,6 +86,25 @@ struct DirectoryTierOptions {
 /// Throws Error(kStore) where the directory cannot be used: a link, somebody else's, no locks, not writable.
 TierPtr directory_tier(const DirectoryTierOptions& options);
 
+struct RemoteTierOptions {
+  /// `s3://bucket/prefix?…`, `redis://host:port/db?…`: docs/remote.md has the options of each engine.
+  std::string url;
+  std::int64_t staging_bytes = 0;        ///< memory for chunks on their way; 0: 256 MiB
+  std::size_t queue_chunks = 4096;       ///< that may wait; more are refused
+  std::int64_t queue_bytes = 0;          ///< images of writes that wait or are under way; 0: 1 GiB
+  int num_threads = 0;                   ///< that call the engine; 0: as it likes
+  std::size_t known_chunks = 1'000'000;  ///< whose being there is remembered
+  std::chrono::nanoseconds known_for = std::chrono::seconds(60);
+  /// How long one attempt may take; failed ones are repeated within the request's deadline.
+  std::chrono::nanoseconds timeout = std::chrono::seconds(5);
+  int retries = 2;  ///< attempts after the first one that failed
+  /// How long a lookup may wait for the engine's word on keys that this process does not know.
+  std::chrono::nanoseconds lookup_timeout = std::chrono::seconds(1);
+};
+/// A tier in an engine that others run. It connects with the first request, and what the engine does wrong is a miss.
+/// Throws Error(kArgument) for a URL or options that cannot be, Error(kStore) where the engine's client is not there.
+TierPtr remote_tier(const RemoteTierOptions& options);
+
 /// Counts by powers of two: counts[i] took less than 2^i microseconds, the last one everything else.
 struct HistogramSnapshot {
   std::array<std::uint64_t, 28> counts{};

@@ -137,6 +137,48 @@ class DirectoryTier(Tier):
         )
 
 
+class RemoteTier(Tier):
+    """Chunks in an engine that others run, which several machines share (docs/remote.md).
+
+    `url` names it: `s3://bucket/prefix?endpoint=…`, `redis://host:port/db`. It connects with the first request; whatever
+    the engine does wrong is a miss, and one that fails again and again is left alone until it answers. `timeout`
+    (seconds) bounds one attempt, `retries` are made after one that failed, all within the request's deadline.
+    `lookup_timeout` bounds what a lookup waits for the engine's word on unknown keys; what is known to be there is
+    believed for `known_for` seconds, of `known_chunks` at most. `staging_bytes` are memory for chunks on their way
+    (256 MiB), `queue_bytes` images of writes that wait or are under way (1 GiB), `queue_chunks` may wait; more are
+    refused. `num_threads` call the engine (0: as it likes). Raises ArgumentError for a URL or an option that cannot be,
+    StoreError where the engine's client is not there.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        staging_bytes: Bytes = 0,
+        queue_chunks: int = 4096,
+        queue_bytes: Bytes = 0,
+        num_threads: int = 0,
+        known_chunks: int = 1_000_000,
+        known_for: float = 60.0,
+        timeout: float = 5.0,
+        retries: int = 2,
+        lookup_timeout: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self._core = _core.remote_tier(
+            _text(url, "RemoteTier: url"),
+            _bytes_of(staging_bytes, "RemoteTier: staging_bytes"),
+            _small(queue_chunks, "RemoteTier: queue_chunks", 1, 1 << 24),
+            _bytes_of(queue_bytes, "RemoteTier: queue_bytes"),
+            _small(num_threads, "RemoteTier: num_threads", 0, 256),
+            _small(known_chunks, "RemoteTier: known_chunks", 1, 1 << 31),
+            _seconds(known_for, "RemoteTier: known_for"),
+            _seconds(timeout, "RemoteTier: timeout"),
+            _small(retries, "RemoteTier: retries", 0, 100),
+            _seconds(lookup_timeout, "RemoteTier: lookup_timeout"),
+        )
+
+
 class Job(_OfProcess):
     """A request under way. The store keeps the memory that it uses until it is done."""
 

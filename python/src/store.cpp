@@ -185,6 +185,28 @@ void bind_store(nb::module_& m) {
       nb::arg("group"), nb::arg("engine"), nb::arg("num_threads"), nb::arg("staging_bytes"), nb::arg("queue_chunks"),
       nb::arg("lookup_timeout"), nb::arg("prepare"), nb::call_guard<GilReleased>());
 
+  m.def(
+      "remote_tier",
+      [](const std::string& url, std::int64_t staging_bytes, std::int64_t queue_chunks, std::int64_t queue_bytes,
+         int num_threads, std::int64_t known_chunks, double known_for, double timeout, int retries,
+         double lookup_timeout) {
+        RemoteTierOptions options;
+        options.url = url;
+        options.staging_bytes = staging_bytes;
+        options.queue_chunks = static_cast<std::size_t>(queue_chunks);
+        options.queue_bytes = queue_bytes;
+        options.num_threads = num_threads;
+        options.known_chunks = static_cast<std::size_t>(known_chunks);
+        options.known_for = to_time(known_for);
+        options.timeout = to_time(timeout);
+        options.retries = retries;
+        options.lookup_timeout = to_time(lookup_timeout);
+        return TierHandle(remote_tier(options));
+      },
+      nb::arg("url"), nb::arg("staging_bytes"), nb::arg("queue_chunks"), nb::arg("queue_bytes"), nb::arg("num_threads"),
+      nb::arg("known_chunks"), nb::arg("known_for"), nb::arg("timeout"), nb::arg("retries"), nb::arg("lookup_timeout"),
+      nb::call_guard<GilReleased>());
+
   nb::class_<Gate>(m, "Gate").def(nb::init<>()).def("open", [](Gate& self) { self.open->store(true); });
 
   nb::class_<Job>(m, "Job")

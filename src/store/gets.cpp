@@ -64,15 +64,30 @@ bool StoreImpl::choose(Fetch& fetch) {
   };
   collect();
   if (cover()) return true;
-  bool more = false;
-  for (std::size_t i = 0; i < tiers_.size(); ++i)
-    more = tiers_[i]->probe(numbers_[i], {&key, 1}, wanted, false, Clock::now()) || more;
+  bool more = ask_far(*fetch.job);
+  for (std::size_t i = 0; i < tiers_.size(); ++i) {
+    if (!tiers_[i]->far()) more = tiers_[i]->probe(numbers_[i], {&key, 1}, wanted, false, Clock::now()) || more;
+  }
   if (more) {
     collect();
     if (cover()) return true;
   }
   if (fetch.refused.empty()) count(all.empty() ? Tally::kMissAbsent : Tally::kMissHeads);
   return false;
+}
+
+/// Asks far tiers, once in a job's life, about all its keys; who comes meanwhile waits for that answer. Whether more
+/// may be known than when the caller looked.
+bool StoreImpl::ask_far(JobState& job) {
+  const std::lock_guard lock(job.asking);
+  if (!job.asked) {
+    job.asked = true;
+    for (std::size_t i = 0; i < tiers_.size(); ++i) {
+      if (!tiers_[i]->far()) continue;
+      tiers_[i]->probe(numbers_[i], job.keys, job.heads.stored(), false, Clock::now());
+    }
+  }
+  return true;
 }
 
 /// What to read of each piece.
@@ -119,7 +134,7 @@ StoreImpl::Begun StoreImpl::begin_get(const std::shared_ptr<Fetch>& fetch) {
   // When the last read is done `fetch` may be in another thread's hands: nothing of it is touched after that.
   for (std::size_t i = 0; i < num_readings; ++i) {
     Reading& reading = fetch->readings[i];
-    ReadRequest request{reading.id, {}, std::move(reading.into), job.deadline, {}};
+    ReadRequest request{reading.id, {}, std::move(reading.into), job.deadline, cancelled_by(fetch->job), {}};
     if (!reading.whole) {
       const Frame& frame = shape_for(job, chunk, reading.id.heads)->frame;
       const Bytes start = reading.shared ? frame.shared_range(true) : Bytes{0, frame.header_bytes()};
@@ -331,7 +346,7 @@ void StoreImpl::promote(Fetch& fetch) {
       const PieceId id{numbers_[i], reading.id.key, reading.id.heads};
       if (tiers_[i]->holds(id)) continue;
       count(Tally::kPromoted);
-      tiers_[i]->write({id, reading.result.image, reading.result.bytes, fetch.job->deadline, [](Outcome) {}});
+      tiers_[i]->write({id, reading.result.image, reading.result.bytes, fetch.job->deadline, {}, [](Outcome) {}});
     }
   }
 }

@@ -43,6 +43,9 @@ struct JobState {
 
   explicit JobState(std::size_t chunks) : stages(chunks), outcomes(chunks, Outcome::kRefused), left(chunks) {}
 
+  std::mutex asking;
+  bool asked = false;  ///< far tiers, about all keys; under `asking`
+
   std::vector<std::atomic<Stage>> stages;
   std::vector<Outcome> outcomes;       ///< written by the owner of the last step
   std::atomic<bool> cancelled{false};  ///< what has not started is refused when a thread comes to it

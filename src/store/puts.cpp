@@ -46,7 +46,7 @@ StoreImpl::Begun StoreImpl::begin_put(const Task& task) {
   stow->held = lacking.size() < tiers_.size();
   const std::shared_ptr<StoreImpl> self = shared_from_this();
   for (const std::size_t i : lacking) {
-    WriteRequest request{id_in(i), image, bytes, job.deadline, {}};
+    WriteRequest request{id_in(i), image, bytes, job.deadline, cancelled_by(task.job), {}};
     if (i == lacking.back()) image = nullptr;  // who sees the put done can have the memory
     request.done = [self, stow](Outcome outcome) { self->wrote(stow, outcome); };
     tiers_[i]->write(std::move(request));

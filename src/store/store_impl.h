@@ -78,6 +78,9 @@ struct Shape {
   Frame frame;
 };
 
+/// For tiers: whether the job was cancelled.
+inline Cancelled cancelled_by(const std::shared_ptr<JobState>& job) { return {job, &job->cancelled}; }
+
 /// Bytes from which on a chunk is written past the caches: more than a core's own cache holds.
 constexpr std::int64_t kStreamed = 1 << 20;
 
@@ -152,6 +155,7 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   // Gets.
   Begun begin_get(const std::shared_ptr<Fetch>& fetch);
   bool choose(Fetch& fetch);
+  bool ask_far(JobState& job);
   void plan_reads(Fetch& fetch);
   void arrived(const std::shared_ptr<Fetch>& fetch);
   void finish_get(const std::shared_ptr<Fetch>& fetch);

@@ -34,7 +34,7 @@ const char* name_of(Answer answer);
 struct FindItem {
   std::string name;
   Answer answer = Answer::kLate;
-  std::int64_t bytes = -1;  ///< with kOk; -1: the engine does not tell
+  std::int64_t bytes = -1;  ///< with kOk
 };
 
 struct ReadItem {
