@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // kvstride_engine URL write|read|find|remove COUNT BYTES: one verb on objects `bench/<i>` of an engine, in as many
-// threads as it likes; prints the seconds of that, without the start of the process. For other programs to compare with.
+// threads as it likes; prints the seconds of that, without the start of the process. For other programs to compare
+// with.
+#include "store/remote/engine.h"
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -9,8 +12,6 @@
 #include <string>
 #include <thread>
 #include <vector>
-
-#include "store/remote/engine.h"
 
 using namespace kvstride::store;
 

@@ -144,7 +144,8 @@ class Scanner {
       return take(">") && end_element();
     }
     const std::string_view whole = name();
-    if (whole.empty() || local(whole).empty() || path_.size() == kMaxDepth || !attributes()) return false;
+    if (local(whole).empty() || local(whole).find(':') != whole.npos || path_.size() == kMaxDepth || !attributes())
+      return false;
     path_.push_back(local(whole));
     whole_.push_back(whole);
     texts_.emplace_back();
