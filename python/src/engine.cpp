@@ -38,8 +38,8 @@ struct Calls {
   }
 };
 
-/// Has the interpreter's lock while it lives, on any thread, if it is true: not where the interpreter ends, and not in a
-/// forked child of the process that `calls` are of.
+/// Has the interpreter's lock while it lives, on any thread, if it is true: not where the interpreter ends, and not in
+/// a forked child of the process that `calls` are of.
 class InPython {
  public:
   explicit InPython(Calls& calls) : calls_(calls) {
@@ -217,8 +217,8 @@ class PythonEngine final : public Engine {
         const nb::object listed = nb::handle(engine_).attr("list")(folder, to_seconds(deadline));
         if (!listed.is_none()) {
           for (const nb::handle one : nb::iter(listed)) {
-            found.push_back({nb::cast<std::string>(one[0]), nb::cast<std::int64_t>(one[1]),
-                             nb::cast<std::int64_t>(one[2])});
+            found.push_back(
+                {nb::cast<std::string>(one[0]), nb::cast<std::int64_t>(one[1]), nb::cast<std::int64_t>(one[2])});
           }
         }
         answer = listed.is_none() ? Answer::kAbsent : Answer::kOk;
@@ -237,16 +237,16 @@ class PythonEngine final : public Engine {
     const nb::object value = engine.attr(name);
     T out;
     if (!nb::try_cast(value, out, false)) {
-      throw Error(ErrorCode::kArgument, "an engine's " + std::string(name) + " is " + nb::repr(value).c_str() +
-                                            ", expected " + expected);
+      throw Error(ErrorCode::kArgument,
+                  "an engine's " + std::string(name) + " is " + nb::repr(value).c_str() + ", expected " + expected);
     }
     return out;
   }
   static std::int64_t count(nb::handle engine, const char* name, std::int64_t most) {
     const auto value = property<std::int64_t>(engine, name, "a whole number");
     if (value >= 1 && value <= most) return value;
-    throw Error(ErrorCode::kArgument, "an engine's " + std::string(name) + " is " + std::to_string(value) + ", of 1 to " +
-                                          std::to_string(most));
+    throw Error(ErrorCode::kArgument, "an engine's " + std::string(name) + " is " + std::to_string(value) +
+                                          ", of 1 to " + std::to_string(most));
   }
 
   template <typename Item>
@@ -344,7 +344,8 @@ using Numbers = std::vector<std::int64_t>;
 void bind_engine(nb::module_& m) {
   nb::class_<EngineHandle>(m, "Engine")
       .def(
-          "__init__", [](EngineHandle* self, nb::object engine) {
+          "__init__",
+          [](EngineHandle* self, nb::object engine) {
             new (self) EngineHandle(std::make_shared<PythonEngine>(std::move(engine)));
           },
           nb::arg("engine"))
@@ -442,7 +443,8 @@ void bind_engine(nb::module_& m) {
   m.def(
       "open_engine", [](const std::string& url) { return EngineHandle(engine_of(url)); }, nb::arg("url"),
       "The engine of the library that a URL names.");
-  m.def("end_engines", [] { Calls::current().end(); }, "Before the interpreter ends: no thread calls Python any more.");
+  m.def(
+      "end_engines", [] { Calls::current().end(); }, "Before the interpreter ends: no thread calls Python any more.");
   m.def(
       "parse_url",
       [](const std::string& url) {

@@ -174,9 +174,9 @@ void bind_store(nb::module_& m) {
         if (!engine.share()) throw Error(ErrorCode::kStore, "RemoteTier: the engine is closed");
         return TierHandle(store::make_remote_tier(options, engine.share()));
       },
-      nb::arg("engine"), nb::arg("staging_bytes"), nb::arg("queue_chunks"), nb::arg("queue_bytes"), nb::arg("num_threads"),
-      nb::arg("known_chunks"), nb::arg("known_for"), nb::arg("timeout"), nb::arg("retries"), nb::arg("lookup_timeout"),
-      nb::call_guard<GilReleased>());
+      nb::arg("engine"), nb::arg("staging_bytes"), nb::arg("queue_chunks"), nb::arg("queue_bytes"),
+      nb::arg("num_threads"), nb::arg("known_chunks"), nb::arg("known_for"), nb::arg("timeout"), nb::arg("retries"),
+      nb::arg("lookup_timeout"), nb::call_guard<GilReleased>());
 
   nb::class_<Gate>(m, "Gate").def(nb::init<>()).def("open", [](Gate& self) { self.open->store(true); });
 

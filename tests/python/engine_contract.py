@@ -25,8 +25,12 @@ class Memory:
         self.bytes = np.full(size, POISON, np.uint8)
         self.address = self.bytes.ctypes.data
         self.engine = engine
-        self.folder = f"t{next(_FOLDERS)}x{time.time_ns() % 10**9}/"
+        self.folder = self.new_folder()
         engine.memory(self.address, size)
+
+    @staticmethod
+    def new_folder() -> str:
+        return f"t{next(_FOLDERS)}x{time.time_ns() % 10**9}/"
 
     def poison(self) -> None:
         self.bytes[:] = POISON

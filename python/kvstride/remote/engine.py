@@ -11,10 +11,10 @@ from typing import Literal
 from .. import _core
 from ..errors import ArgumentError
 
-#: What an engine says of one item. 'late': nothing yet, and the deadline passed. 'ok': done; of a write, that the object
-#: is there now. 'there': of a write that does not replace, that an object of that name was there, and stays. 'absent':
-#: no such object. 'full': no room. 'too_large': never. 'denied': a person must act (credentials, permissions).
-#: 'broken': the connection or the server failed, and trying again may help.
+#: What an engine says of one item. 'late': nothing yet, and the deadline passed. 'ok': done; of a write, that the
+#: object is there now. 'there': of a write that does not replace, that an object of that name was there, and stays.
+#: 'absent': no such object. 'full': no room. 'too_large': never. 'denied': a person must act (credentials,
+#: permissions). 'broken': the connection or the server failed, and trying again may help.
 Answer = Literal["late", "ok", "there", "absent", "full", "too_large", "denied", "broken"]
 
 # Threads of the library call engines, and must not ask for the interpreter when it ends.

@@ -32,6 +32,7 @@ _OPTIONS = {
 
 # mooncake-store/include/types.h, release 0.3.13.
 _INVALID_PARAMS = -600
+_RPC_FAILURES = (-900, -901)
 _ANSWERS: dict[int, Answer] = {
     -101: "full",  # no segments: all nodes are gone, or none has come yet
     -200: "full",  # no room, and nothing that may be evicted
@@ -45,11 +46,6 @@ _ANSWERS: dict[int, Answer] = {
 }
 #: Mooncake gives up on a transfer after 60 seconds, and does not stop it.
 _ABANDONED = 55.0
-
-
-def _answer(code: int) -> Answer:
-    """Of what is below 0. Everything that is not known to be otherwise may be better next time."""
-    return _ANSWERS.get(code, "broken")
 
 
 class Mooncake(Engine):
@@ -94,6 +90,8 @@ class Mooncake(Engine):
         self._regions: tuple[tuple[int, int], ...] = ()
         self._calls = 0
         self._changing = False
+        #: The master did not answer somebody: the next call finds out first whether it lives.
+        self._doubtful = False
 
     # --- What the tier calls ------------------------------------------------------------------------------------------
 
@@ -119,10 +117,11 @@ class Mooncake(Engine):
             sizes = self._sizes(store, [key for key, code in zip(keys, there, strict=True) if code == 1])
         out: list[tuple[Answer, int]] = []
         for key, code in zip(keys, there, strict=True):
-            if code == 1 and key in sizes:
-                out.append(("ok", sizes[key]))
+            size = sizes[key] if code == 1 else code
+            if code == 0:
+                out.append(("absent", -1))
             else:
-                out.append(("absent" if code in (0, 1) else _answer(code), -1))
+                out.append(("ok", size) if size >= 0 else (self._answer(size), -1))
         return out
 
     def read(
@@ -145,7 +144,7 @@ class Mooncake(Engine):
             for chosen in _rounds(keys, whole):
                 columns = ([column[i] for i in chosen] for column in (keys, addresses, sizes))
                 for i, code in zip(chosen, store.batch_get_into(*columns), strict=True):
-                    out[i] = ("ok", code) if code >= 0 else (_answer(code), code)
+                    out[i] = ("ok", code) if code >= 0 else (self._answer(code), code)
             if parts:
                 lengths = self._read_parts(store, keys, addresses, sizes, ranges, parts, out)
             # Mooncake says this of an object that is longer than the memory.
@@ -155,7 +154,7 @@ class Mooncake(Engine):
         if time.monotonic() - begin > _ABANDONED and any(answer == "broken" for answer, _ in out):
             self._replace()
         for i, (answer, found) in enumerate(out):
-            if found == _INVALID_PARAMS and keys[i] in lengths:
+            if found == _INVALID_PARAMS and lengths.get(keys[i], -1) >= 0:
                 out[i] = ("ok", lengths[keys[i]])
             elif answer != "ok":
                 out[i] = (answer, -1)
@@ -173,7 +172,7 @@ class Mooncake(Engine):
             there = store.batch_is_exist([keys[i] for i in fresh]) if fresh else []
             for i, code in zip(fresh, there, strict=True):
                 if code:
-                    out[i] = "there" if code == 1 else _answer(code)
+                    out[i] = "there" if code == 1 else self._answer(code)
             fresh = [i for i, code in zip(fresh, there, strict=True) if code == 0]
             begin = time.monotonic()
             for verb, some in (
@@ -183,7 +182,7 @@ class Mooncake(Engine):
                 for chosen in _rounds(keys, some):
                     columns = ([column[i] for i in chosen] for column in (keys, addresses, sizes))
                     for i, code in zip(chosen, verb(*columns, self._config), strict=True):
-                        out[i] = "ok" if code == 0 else _answer(code)
+                        out[i] = "ok" if code == 0 else self._answer(code)
         if time.monotonic() - begin > _ABANDONED and "broken" in out:
             self._replace()
         return out
@@ -192,16 +191,7 @@ class Mooncake(Engine):
         """Leases of readers are not waited for: what they get is verified."""
         with self._client(deadline) as store:
             codes = store.batch_remove(self._keys(names), True)
-        return ["ok" if code == 0 or _answer(code) == "absent" else _answer(code) for code in codes]
-
-    def list(self, folder: str, deadline: float) -> Iterable[tuple[str, int, int]] | None:
-        """From the master's administration, which tells all names at once; the client cannot list."""
-        if not self._options["admin"]:
-            return None
-        seconds = max(deadline - time.monotonic(), 0.001)
-        with urllib.request.urlopen(f"http://{self._options['admin']}/get_all_keys", timeout=seconds) as answer:
-            keys = answer.read().decode().split("\n")
-        return sorted(set(_below(self._prefix + folder, len(self._prefix), keys)))
+        return ["ok" if code == 0 or self._answer(code) == "absent" else self._answer(code) for code in codes]
 
     def close(self) -> None:
         """Gives back what this process lent to the pool."""
@@ -219,14 +209,23 @@ class Mooncake(Engine):
         """Mooncake may take other memory for a failure of the network, or not look."""
         return any(base <= address and address + size <= base + length for base, length in self._regions)
 
+    def _answer(self, code: int) -> Answer:
+        """Of what is below 0. Everything that is not known to be otherwise may be better next time."""
+        self._doubtful = self._doubtful or code in _RPC_FAILURES
+        return _ANSWERS.get(code, "broken")
+
     def _sizes(self, store: Any, keys: list[str]) -> dict[str, int]:
+        """How many bytes, or a code below 0, of each key."""
+        described = store.batch_get_replica_desc(keys) if keys else {}
         out = {}
-        for key, replicas in (store.batch_get_replica_desc(keys) if keys else {}).items():
-            for replica in replicas:
-                if replica.is_memory_replica():
-                    out[key] = replica.get_memory_descriptor().buffer_descriptor.size
-            if key not in out and (size := store.get_size(key)) >= 0:  # on a node's disk
-                out[key] = size
+        for key in keys:
+            memory = [one for one in described.get(key, ()) if one.is_memory_replica()]
+            if memory:
+                out[key] = memory[0].get_memory_descriptor().buffer_descriptor.size
+            else:  # on a node's disk, or gone
+                out[key] = _RPC_FAILURES[0] if self._doubtful else store.get_size(key)
+                if out[key] < 0:
+                    self._answer(out[key])
         return out
 
     def _read_parts(
@@ -240,13 +239,16 @@ class Mooncake(Engine):
         out: list[tuple[Answer, int]],
     ) -> dict[str, int]:
         """Mooncake does not tell how long an object is of which it reads a part: that is one more question."""
-        lengths = self._sizes(store, store_keys) if (store_keys := [keys[i] for i in parts]) else {}
+        wanted = [keys[i] for i in parts]
+        there = dict(zip(wanted, store.batch_is_exist(wanted), strict=True))
+        lengths = self._sizes(store, [key for key, code in there.items() if code == 1])
         known = []
         for i in parts:
-            if lengths.get(keys[i]) == sizes[i]:
+            length = lengths.get(keys[i], there[keys[i]] or -704)
+            if length == sizes[i]:
                 known.append(i)
             else:
-                out[i] = ("ok", lengths[keys[i]]) if keys[i] in lengths else ("absent", -1)
+                out[i] = ("ok", length) if length >= 0 else (self._answer(length), -1)
         if not known:
             return lengths
         begins = [[[begin for begin, _ in ranges[i]]] for i in known]
@@ -256,7 +258,7 @@ class Mooncake(Engine):
             known, store.get_into_ranges([addresses[i] for i in known], names, begins, begins, counts), strict=True
         ):
             bad = [code for code in codes if code < 0]
-            out[i] = (_answer(bad[0]), -1) if bad else ("ok", sizes[i])
+            out[i] = (self._answer(bad[0]), -1) if bad else ("ok", sizes[i])
         return lengths
 
     @contextlib.contextmanager
@@ -265,43 +267,62 @@ class Mooncake(Engine):
         with self._changed:
             if not self._changed.wait_for(lambda: not self._changing, max(deadline - time.monotonic(), 0)):
                 raise TimeoutError("another thread connects")
+            doubtful = self._doubtful
             self._changing = self._store is None
             self._calls += not self._changing
             store = self._store
+        if doubtful and store is not None:
+            try:
+                self._knock(deadline)
+            except BaseException:
+                self._leave()
+                raise
         if store is None:
             try:
                 store = self._connect(deadline)
             finally:
                 with self._changed:
-                    self._store, self._changing = store, False
-                    self._calls += store is not None
+                    self._changing = False
+                    self._calls += self._store is not None
                     self._changed.notify_all()
         try:
             yield store
         finally:
-            with self._changed:
-                self._calls -= 1
-                self._changed.notify_all()
+            self._leave()
 
-    def _connect(self, deadline: float) -> Any:
-        """Mooncake's setup() keeps the interpreter's lock, for seconds where nobody answers: so somebody must."""
+    def _leave(self) -> None:
+        with self._changed:
+            self._calls -= 1
+            self._changed.notify_all()
+
+    def _knock(self, deadline: float) -> str:
+        """Whether the master lives; this machine's address on the way to it.
+
+        Its protocol begins otherwise than with zeros: a master that lives ends such a connection at once. Mooncake's
+        client tries for seconds where nobody is there, and its setup() keeps the interpreter's lock meanwhile.
+        """
         seconds = max(min(deadline - time.monotonic(), self._timeout), 0.001)
         with socket.create_connection(self._master, timeout=seconds) as probe:
-            local = self._options["local"] or probe.getsockname()[0]
-            # Its protocol begins otherwise: a master that lives ends the connection at once.
             probe.settimeout(seconds)
             with contextlib.suppress(ConnectionError):
                 probe.sendall(bytes(64))
                 probe.recv(1)
+            self._doubtful = False
+            return str(probe.getsockname()[0])
+
+    def _connect(self, deadline: float) -> Any:
+        """Makes the client, for whoever has `_changing`."""
+        local = self._knock(deadline)
         store = self._module.MooncakeDistributedStore()
         protocol, devices = self._options["protocol"], self._options["devices"]
         arguments = (self._options["metadata"], self._segment, self._buffer, protocol, devices, self._address)
-        code = store.setup(local, *arguments)
+        code = store.setup(self._options["local"] or local, *arguments)
         if code != 0:
             raise ConnectionError(f"Mooncake's setup() says {code}")
         with self._changed:
             for address, size in self._regions:
                 _register(store, address, size)
+            self._store = store
         return store
 
     def _replace(self) -> None:
@@ -320,6 +341,16 @@ class Mooncake(Engine):
             with self._changed:
                 self._changing = False
                 self._changed.notify_all()
+
+    # At the end: what comes behind it in a class does not see the other `list`.
+    def list(self, folder: str, deadline: float) -> Iterable[tuple[str, int, int]] | None:
+        """From the master's administration, which tells all names at once; the client cannot list."""
+        if not self._options["admin"]:
+            return None
+        seconds = max(deadline - time.monotonic(), 0.001)
+        with urllib.request.urlopen(f"http://{self._options['admin']}/get_all_keys", timeout=seconds) as answer:
+            keys = answer.read().decode().split("\n")
+        return sorted(set(_below(self._prefix + folder, len(self._prefix), keys)))
 
 
 def _register(store: Any, address: int, size: int) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mooncake as its users start it: one master, some store nodes, TCP on loopback.
 
-    with Mooncake(tmp_path, nodes=2) as servers:
-        servers.url(replicas=2)      # what an engine is opened with
-        servers.kill_node(0)
+with Mooncake(tmp_path, nodes=2) as servers:
+    servers.url(replicas=2)      # what an engine is opened with
+    servers.kill_node(0)
 """
 
 import contextlib
