@@ -351,6 +351,31 @@ TEST(RemoteTier, BelowHostMemoryItPromotesAndIsWrittenBehind) {
   EXPECT_EQ(engine->reads, reads) << "they are in host memory now";
 }
 
+TEST(RemoteTier, PrefetchBringsItUp) {
+  const auto engine = std::make_shared<MemoryEngine>();
+  {
+    BlockClient writer({tier_over(engine)}, 1, "B N KV H D");
+    ASSERT_EQ(writer.put({1, 2, 3}), all(Outcome::kOk, 3));
+    BlockClient half({tier_over(engine)}, 1, "B N KV H D", 0, 4);
+    ASSERT_EQ(half.put({4}), all(Outcome::kOk, 1));
+  }
+  const auto damaged = std::find_if(engine->objects.begin(), engine->objects.end(), [](const auto& one) {
+    return one.first.find(keys_of({3})[0].hex()) != std::string::npos;
+  });
+  damaged->second[5000] ^= std::byte{4};
+  const TierPtr host = host_tier({4 << 20});
+  BlockClient reader({host, tier_over(engine)}, 1, "B KV H N D");
+  EXPECT_EQ(Outcomes(reader.store.prefetch(keys_of({1, 2, 3, 4, 9})).wait()),
+            (Outcomes{Outcome::kOk, Outcome::kOk, Outcome::kCorrupt, Outcome::kMiss, Outcome::kMiss}));
+  EXPECT_EQ(Outcomes(reader.store.prefetch(keys_of({4}), Range{2, 2}).wait()), all(Outcome::kOk, 1));
+  EXPECT_EQ(tier_metrics(*host).chunks, 3);
+  const int reads = engine->reads;
+  EXPECT_EQ(reader.get({1, 2}), all(Outcome::kOk, 2));
+  EXPECT_EQ(Outcomes(reader.store.prefetch(keys_of({1, 2})).wait()), all(Outcome::kOk, 2));
+  EXPECT_EQ(engine->reads, reads);
+  EXPECT_THROW(reader.store.prefetch(keys_of({1}), Range{7, 2}), Error);
+}
+
 TEST(RemoteTier, BadOptionsAreNamed) {
   const auto why = [](RemoteTierOptions options) -> std::string {
     try {

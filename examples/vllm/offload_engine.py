@@ -6,7 +6,7 @@
 JOB: `model` (a directory, see write_model), `tp`, `llm` (arguments of LLM), `extra` (kv_connector_extra_config, absent:
 no connector), `connector`, `module` (that brings it, if vLLM does not), `events` (tell KV events), `steps`.
 A step is one of {"prompt": [ids], "tokens": n, "salt": text, "adapter": directory, "digest": bool}; {"together": [such
-prompts]}, served at once; {"remove": file}; {"spoil": {"how": …, "layers": …, "heads": …}}, see spoil; "reset";
+prompts]}, served at once; {"remove": file}; {"signal": [process]}, which is killed; {"spoil": {"how": …, "layers": …, "heads": …}}, see spoil; "reset";
 "settle"; "kill".
 ANSWER: what each prompt gave, in the order asked, the metrics at the end, and the events.
 """
@@ -310,6 +310,9 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         elif "spoil" in step:
             spoil(**step["spoil"])
+        elif "signal" in step:
+            for process in step["signal"]:
+                os.kill(process, signal.SIGKILL)
         elif "remove" in step:
             Path(step["remove"]).unlink()
         else:

@@ -142,14 +142,14 @@ class RemoteTier(Tier):
     """Chunks in an engine that others run, which several machines share (docs/remote.md).
 
     `url` names it: `s3://bucket/prefix?endpoint=…`, `redis://host:port/db`, `mooncake://master:port`; or it is a
-    `kvstride.remote.Engine`, which is then this tier's alone. It connects with the first request; whatever
-    the engine does wrong is a miss, and one that fails again and again is left alone until it answers. `timeout`
-    (seconds) bounds one attempt, `retries` are made after one that failed, all within the request's deadline.
+    `kvstride.remote.Engine`, which is then this tier's alone. It connects with the first request; whatever the engine
+    does wrong is a miss, and one that fails again and again is left alone until it answers. `timeout` (seconds) bounds
+    one attempt, `retries` are made after one that failed, all within the request's deadline.
     `lookup_timeout` bounds what a lookup waits for the engine's word on unknown keys; what is known to be there is
     believed for `known_for` seconds, of `known_chunks` at most. `staging_bytes` are memory for chunks on their way
-    (256 MiB), `queue_bytes` images of writes that wait or are under way (1 GiB), `queue_chunks` may wait; more are
-    refused. `num_threads` call the engine (0: as it likes). Raises ArgumentError for a URL or an option that cannot be,
-    StoreError where the engine's client is not there.
+    (256 MiB), `queue_bytes` bounds images of writes that wait or are under way (half of that), which keep memory of
+    the tier above; `queue_chunks` may wait; more are refused. `num_threads` call the engine (0: as it likes). Raises
+    ArgumentError for a URL or an option that cannot be, StoreError where the engine's client is not there.
     """
 
     def __init__(
@@ -422,6 +422,17 @@ class Store(_OfProcess):
         self._check_process(verb)
         numbers = to_numbers(heads, ("first", "count"), f"{verb}: heads")
         return call(to_keys(keys, verb), numbers, to_flag(ask, f"{verb}: ask"))
+
+    def prefetch(
+        self, keys: Sequence[Key | bytes], *, heads: tuple[int, int] | None = None, deadline: float | None = None
+    ) -> Job:
+        """Bring chunks that only lower tiers hold into the upper ones, verified, so that a get finds them there.
+
+        'ok': the first tier was offered it, or had it.
+        """
+        names = to_keys(keys, "prefetch")
+        numbers = to_numbers(heads, ("first", "count"), "prefetch: heads")
+        return self._request("prefetch", self._core.prefetch, (names, numbers), (self,), None, deadline)
 
     def pin(self, keys: Sequence[Key | bytes]) -> Pins:
         """Keep what is there from being evicted, until the result is released."""

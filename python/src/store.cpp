@@ -309,6 +309,17 @@ void bind_store(nb::module_& m) {
           },
           nb::arg("keys"), nb::arg("heads").none(), nb::arg("ask"))
       .def(
+          "prefetch",
+          [](const StoreHandle& self, const nb::list& keys,
+             const std::optional<std::pair<std::int64_t, std::int64_t>>& heads, const Gate*,
+             std::optional<double> deadline) {
+            const std::vector<Key> all = to_keys(keys);
+            const RequestOptions options = to_options({}, nullptr, deadline);
+            const GilReleased release;
+            return self->prefetch(all, to_range(heads), options);
+          },
+          nb::arg("keys"), nb::arg("heads").none(), nb::arg("after").none(), nb::arg("deadline").none())
+      .def(
           "pin",
           [](const StoreHandle& self, const nb::list& keys) {
             const std::vector<Key> all = to_keys(keys);

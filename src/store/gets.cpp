@@ -108,6 +108,15 @@ StoreImpl::Begun StoreImpl::begin_get(const std::shared_ptr<Fetch>& fetch) {
     give_up(*fetch);
     return Begun::kYes;
   }
+  if (job.verb == Verb::kPrefetch) {
+    std::erase_if(fetch->readings, [](const Reading& one) { return one.tier == 0; });
+    if (fetch->readings.empty()) {
+      end(job, chunk, Stage::kQueued, Outcome::kOk);
+      end(job, chunk, Stage::kWaiting, Outcome::kOk);
+      leave();
+      return Begun::kYes;
+    }
+  }
   plan_reads(*fetch);
   for (Reading& reading : fetch->readings) {
     if (tiers_[reading.tier]->lends()) continue;
@@ -118,7 +127,7 @@ StoreImpl::Begun StoreImpl::begin_get(const std::shared_ptr<Fetch>& fetch) {
       return Begun::kYes;
     }
     // A whole image may stay in an upper tier.
-    reading.into = buffer_for(reading.result.bytes, options_.promote && reading.whole ? 0 : reading.tier);
+    reading.into = buffer_for(reading.result.bytes, may_promote(job) && reading.whole ? 0 : reading.tier);
     if (!reading.into && !(reading.into = buffer_for(reading.result.bytes, 0))) {
       fetch->readings.clear();
       return Begun::kStarved;
@@ -234,8 +243,9 @@ void StoreImpl::finish_get(const std::shared_ptr<Fetch>& fetch) {
         continue;
       }
       const std::byte* image = reading.result.image->data();
-      std::shared_ptr<const Shape> shape = shape_for(job, fetch->chunk, reading.id.heads);
-      if (shape->frame.image_bytes() != reading.result.bytes || !shape->frame.matches(image, key)) {
+      std::shared_ptr<const Shape> shape;
+      if (job.verb != Verb::kPrefetch) shape = shape_for(job, fetch->chunk, reading.id.heads);
+      if (!shape || shape->frame.image_bytes() != reading.result.bytes || !shape->frame.matches(image, key)) {
         // Damaged, or in an order of its own: the whole image tells.
         if (!reading.whole) {
           reread = true;
@@ -265,7 +275,7 @@ void StoreImpl::finish_get(const std::shared_ptr<Fetch>& fetch) {
       }
       return;
     }
-    deliver(*fetch, shapes);
+    job.verb == Verb::kPrefetch ? keep(*fetch) : deliver(*fetch, shapes);
   } catch (...) {  // no memory
     end(job, fetch->chunk, Stage::kWaiting, Outcome::kRefused);
     leave();
@@ -305,7 +315,7 @@ void StoreImpl::deliver(Fetch& fetch, const std::vector<std::shared_ptr<const Sh
           std::make_unique<plan::Program>(plan::recipe_for("get", form.cache, *job.cache, std::move(build))));
       programs.back()->bind_tokens(std::array<std::int64_t, 1>{0}, job.blocks_of(chunk),
                                    {0, 0, space_.fields().block_size});
-      programs.back()->move_source(payload, Form::nominal());
+      programs.back()->move_source(payload, plan::nominal());
     }
   } catch (const Error&) {  // planes of another kind under the same names
     why = Tally::kMissOther;
@@ -330,11 +340,19 @@ void StoreImpl::deliver(Fetch& fetch, const std::vector<std::shared_ptr<const Sh
   }
   // Before the end: who removes the chunk after its get shall not find it in an upper tier.
   try {
-    if (options_.promote) promote(fetch);
+    if (may_promote(job)) promote(fetch);
   } catch (...) {  // no memory
   }
   fetch.readings.clear();  // who sees the get done can have the memory
   end(job, chunk, Stage::kMoving, Outcome::kOk);
+  leave();
+}
+
+/// The end of a prefetch: what was verified goes to the upper tiers.
+void StoreImpl::keep(Fetch& fetch) {
+  promote(fetch);
+  fetch.readings.clear();
+  end(*fetch.job, fetch.chunk, Stage::kWaiting, Outcome::kOk);
   leave();
 }
 

@@ -24,7 +24,7 @@ enum class Stage : std::uint8_t {
   kDone,
 };
 
-enum class Verb : std::uint8_t { kPut, kGet, kPutBytes, kGetBytes };
+enum class Verb : std::uint8_t { kPut, kGet, kPutBytes, kGetBytes, kPrefetch };
 constexpr bool is_put(Verb verb) { return verb == Verb::kPut || verb == Verb::kPutBytes; }
 
 struct JobState {

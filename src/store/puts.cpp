@@ -63,7 +63,7 @@ void StoreImpl::fill(const JobState& job, std::size_t chunk, const Shape& shape,
     if (shape.form->has_heads) build.plan.heads = RangePair{job.heads.cache_first, 0, job.heads.count};
     plan::Program program(plan::recipe_for("put", *job.cache, shape.form->cache, std::move(build)));
     program.bind_tokens(job.blocks_of(chunk), std::array<std::int64_t, 1>{0}, {0, 0, space_.fields().block_size});
-    program.move_destination(payload, Form::nominal());
+    program.move_destination(payload, plan::nominal());
     program.run_here(false);  // it is hashed next
   }
   shape.frame.seal(image, job.keys[chunk]);

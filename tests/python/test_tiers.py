@@ -6,10 +6,10 @@ import os
 import time
 
 import numpy as np
-import places
 import pytest
 
 import kvstride as kv
+import places
 
 LAYERS, HEADS, BLOCK, DIM = 4, 8, 16, 64
 SPACE = {
@@ -124,16 +124,20 @@ def test_each_item_has_its_own_outcome(place, space):
 @each(shared=True)
 def test_another_process_sees_it_at_once(place, space):
     source = cache(fill=2)
-    with place.tier() as tier, kv.Store(tier, namespace=space) as store:
-        with place.tier() as other, kv.Store(other, namespace=space) as reader:
-            assert reader.lookup(keys(3)) == [False] * 3
-            assert store.put(keys(3), source, range(3)).wait() == ["ok"] * 3
-            eventually(lambda: reader.lookup_prefix(keys(3)) == 3, 2.0)
-            target = cache("KV B N H D")
-            assert reader.get(keys(3), target, [5, 6, 7]).wait() == ["ok"] * 3
-            np.testing.assert_array_equal(block(target, 6), block(source, 1))
-            assert reader.put(keys(3), source, range(3)).wait() == ["ok"] * 3
-            assert counters(other)["writes"] == 0, "what is there is not written again"
+    with (
+        place.tier() as tier,
+        kv.Store(tier, namespace=space) as store,
+        place.tier() as other,
+        kv.Store(other, namespace=space) as reader,
+    ):
+        assert reader.lookup(keys(3)) == [False] * 3
+        assert store.put(keys(3), source, range(3)).wait() == ["ok"] * 3
+        eventually(lambda: reader.lookup_prefix(keys(3)) == 3, 2.0)
+        target = cache("KV B N H D")
+        assert reader.get(keys(3), target, [5, 6, 7]).wait() == ["ok"] * 3
+        np.testing.assert_array_equal(block(target, 6), block(source, 1))
+        assert reader.put(keys(3), source, range(3)).wait() == ["ok"] * 3
+        assert counters(other)["writes"] == 0, "what is there is not written again"
 
 
 @each()

@@ -93,7 +93,7 @@ TierPtr make_remote_tier(const RemoteTierOptions& given, EnginePtr engine) {
   RemoteTierOptions options = given;
   constexpr std::int64_t kMost = std::int64_t{1} << 43;
   if (options.staging_bytes == 0) options.staging_bytes = std::int64_t{256} << 20;
-  if (options.queue_bytes == 0) options.queue_bytes = std::int64_t{1} << 30;
+  if (options.queue_bytes == 0) options.queue_bytes = options.staging_bytes / 2;
   check("staging_bytes", options.staging_bytes, 2 * kPage, kMost);
   check("queue_bytes", options.queue_bytes, kPage, kMost);
   check("queue_chunks", static_cast<std::int64_t>(options.queue_chunks), 1, 1 << 24);
