@@ -121,24 +121,12 @@ Json layout_json(const Layout& layout, const Entry* entry) {
   return out;
 }
 
-void write_file(const std::string& path, const std::string& text) {
-  std::FILE* file = std::fopen(path.c_str(), "wb");
-  bool written = file != nullptr && std::fwrite(text.data(), 1, text.size(), file) == text.size();
-  int error = errno;
-  if (file != nullptr && std::fclose(file) != 0 && written) {
-    written = false;
-    error = errno;
-  }
-  if (!written)
-    throw Error(ErrorCode::kArgument, fmt::format("--svg: cannot write '{}': {}", path, std::strerror(error)));
-}
-
 }  // namespace
 
 Outcome run_describe(const Options& options) {
   const Layout layout = parse_layout(options.order, parse_sizes(options.geometry, options.dtype), "--geometry");
   const Entry* entry = find_entry(options.order);
-  if (options.svg) write_file(*options.svg, draw_svg(layout, entry != nullptr ? options.order : ""));
+  if (options.svg) write_svg(*options.svg, draw_svg(layout, entry != nullptr ? options.order : ""));
   if (options.json) return {dump(layout_json(layout, entry)), "", kDone};
   return {table(overview(layout, entry), 1000) + "\n" + table(planes(layout)), "", kDone};
 }

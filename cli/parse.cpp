@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <set>
 
 #include "kvstride/error.h"
@@ -17,16 +18,6 @@ namespace {
   throw Error(ErrorCode::kArgument, fmt::format("{}: {}", option, what));
 }
 
-std::vector<std::string_view> split(std::string_view text, char separator) {
-  std::vector<std::string_view> out;
-  while (true) {
-    const std::size_t at = text.find(separator);
-    out.push_back(text.substr(0, at));
-    if (at == std::string_view::npos) return out;
-    text.remove_prefix(at + 1);
-  }
-}
-
 /// `first:second[:third]` of exactly `count` integers.
 std::vector<std::int64_t> parse_tuple(std::string_view text, std::size_t count, const char* form,
                                       std::string_view option) {
@@ -34,21 +25,6 @@ std::vector<std::int64_t> parse_tuple(std::string_view text, std::size_t count, 
   const auto fields = split(text, ':');
   if (fields.size() != count) fail(option, fmt::format("'{}' is not {}", text, form));
   for (const std::string_view field : fields) out.push_back(parse_integer(field, option));
-  return out;
-}
-
-/// `name=value,…`; a name given twice is an error.
-std::vector<std::pair<std::string, std::string_view>> parse_assignments(std::string_view text,
-                                                                        std::string_view option) {
-  std::vector<std::pair<std::string, std::string_view>> out;
-  std::set<std::string> seen;
-  for (const std::string_view field : split(text, ',')) {
-    const std::size_t at = field.find('=');
-    if (at == std::string_view::npos || at == 0) fail(option, fmt::format("'{}' is not name=value", field));
-    const std::string name(field.substr(0, at));
-    if (!seen.insert(name).second) fail(option, fmt::format("{} is given twice", name));
-    out.emplace_back(name, field.substr(at + 1));
-  }
   return out;
 }
 
@@ -101,12 +77,45 @@ bool takes_length(const Section& section, Axis axis) {
 
 }  // namespace
 
+std::vector<std::string_view> split(std::string_view text, char separator) {
+  std::vector<std::string_view> out;
+  while (true) {
+    const std::size_t at = text.find(separator);
+    out.push_back(text.substr(0, at));
+    if (at == std::string_view::npos) return out;
+    text.remove_prefix(at + 1);
+  }
+}
+
+std::vector<std::pair<std::string, std::string_view>> parse_assignments(std::string_view text,
+                                                                        std::string_view option) {
+  std::vector<std::pair<std::string, std::string_view>> out;
+  std::set<std::string> seen;
+  for (const std::string_view field : split(text, ',')) {
+    const std::size_t at = field.find('=');
+    if (at == std::string_view::npos || at == 0) fail(option, fmt::format("'{}' is not name=value", field));
+    const std::string name(field.substr(0, at));
+    if (!seen.insert(name).second) fail(option, fmt::format("{} is given twice", name));
+    out.emplace_back(name, field.substr(at + 1));
+  }
+  return out;
+}
+
 std::int64_t parse_integer(std::string_view text, std::string_view option) {
   std::int64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error == std::errc::result_out_of_range) fail(option, fmt::format("{} does not fit 64 bits", text));
   if (error != std::errc() || end != text.data() + text.size())
     fail(option, fmt::format("'{}' is not an integer", text));
+  return value;
+}
+
+double parse_number(std::string_view text, std::string_view option) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(value)) {
+    fail(option, fmt::format("'{}' is not a number", text));
+  }
   return value;
 }
 

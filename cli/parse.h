@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "kvstride/layout.h"
@@ -13,8 +14,14 @@
 
 namespace kvstride::cli {
 
+/// `a,b,c`, at least one, which may be empty.
+std::vector<std::string_view> split(std::string_view text, char separator);
+/// `name=value,…`; a name given twice is an error.
+std::vector<std::pair<std::string, std::string_view>> parse_assignments(std::string_view text, std::string_view option);
 /// A decimal int64, nothing before or after it.
 std::int64_t parse_integer(std::string_view text, std::string_view option);
+/// `2`, `0.5`; neither infinite nor a NaN.
+double parse_number(std::string_view text, std::string_view option);
 /// `500`, `64K`, `10G`, `2TiB` (of 1024), `5kB`, `3GB` (of 1000).
 std::int64_t parse_bytes(std::string_view text, std::string_view option);
 /// `30s`, `10m`, `2h`, `7d`, `2w`, in nanoseconds.

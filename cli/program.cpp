@@ -6,6 +6,7 @@
 #include "commands.h"
 #include "kvstride/error.h"
 #include "kvstride/version.h"
+#include "simulate.h"
 #include "store.h"
 
 namespace kvstride::cli {
@@ -13,8 +14,8 @@ namespace {
 
 constexpr const char* kAbout =
     "Layouts of paged KV caches: list them, describe them, find an element's byte, detect them from a shape, and "
-    "plan copies between them. And stores of KV chunks: list, check and clean their directories; check a set-up of "
-    "vLLM that offloads into them.";
+    "plan copies between them. And stores of KV chunks: list, check and clean their directories, simulate them over "
+    "a trace of requests; check a set-up of vLLM that offloads into them.";
 constexpr const char* kFooter =
     "ORDER is the name of a known layout (kvstride layouts) or layout text such as \"B KV N H D\".\n"
     "Axes: L layer, B block, N token in a block, H KV head, D dim.\n"
@@ -76,6 +77,7 @@ void add_plan(CLI::App& command, Options& options) {
 Outcome run_program(int argc, const char* const* argv) {
   Options options;
   StoreArguments store;
+  SimulateArguments simulate;
   Outcome outcome;
   CLI::App app(kAbout, "kvstride");
   app.footer(kFooter);
@@ -102,6 +104,7 @@ Outcome run_program(int argc, const char* const* argv) {
            options);
   add_command(app, "info", "Version, CPU and what was built in", options, outcome, run_info);
   add_store(app, store, outcome);
+  add_simulate(app, simulate, outcome);
   CLI::App* doctor = app.add_subcommand("doctor", "Check an installation and a configuration of vLLM's offloading");
   doctor->set_help_flag();  // all that follows is the Python package's
   doctor->prefix_command();
@@ -119,7 +122,8 @@ Outcome run_program(int argc, const char* const* argv) {
   }
   if (app.get_subcommands().empty()) {
     throw Error(ErrorCode::kArgument,
-                "give a command: layouts, describe, offset, detect, plan, info, store or doctor (see kvstride --help)");
+                "give a command: layouts, describe, offset, detect, plan, info, store, simulate or doctor (see "
+                "kvstride --help)");
   }
   return outcome;
 }

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Long commands: a line that says how far they are, and Ctrl-C.
+#include "progress.h"
+
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -7,7 +9,7 @@
 #include <chrono>
 #include <csignal>
 
-#include "store.h"
+#include "table.h"
 
 namespace kvstride::cli {
 namespace {
@@ -45,8 +47,13 @@ Interruption::~Interruption() {
 
 bool Interruption::asked() { return interrupted; }
 
-Progress::Progress(std::string what, std::int64_t files, std::int64_t bytes)
-    : what_(std::move(what)), files_(files), bytes_(bytes), shown_(::isatty(STDERR_FILENO) == 1), start_(now()) {
+Progress::Progress(std::string what, std::string unit, std::int64_t number, std::int64_t bytes)
+    : what_(std::move(what)),
+      unit_(std::move(unit)),
+      number_(number),
+      bytes_(bytes),
+      shown_(::isatty(STDERR_FILENO) == 1),
+      start_(now()) {
   if (shown_) draw();
 }
 
@@ -54,8 +61,8 @@ Progress::~Progress() {
   if (shown_) print("\r\x1b[K");
 }
 
-void Progress::add(std::int64_t bytes) {
-  ++done_files_;
+void Progress::add(std::int64_t number, std::int64_t bytes) {
+  done_ += number;
   done_bytes_ += bytes;
   if (shown_ && now() - drawn_ > 100'000'000) draw();
 }
@@ -63,12 +70,19 @@ void Progress::add(std::int64_t bytes) {
 void Progress::draw() {
   constexpr int kWidth = 24;
   drawn_ = now();
-  const double part = bytes_ > 0 ? std::min(1.0, static_cast<double>(done_bytes_) / static_cast<double>(bytes_)) : 1.0;
-  const auto full = static_cast<std::size_t>(part * kWidth);
-  const double time = static_cast<double>(drawn_ - start_) * 1e-9;
-  const auto rate = static_cast<std::int64_t>(time > 0 ? static_cast<double>(done_bytes_) / time : 0);
-  print(fmt::format("\r{} [{}{}] {:3.0f} %  {} of {} files  {}/s\x1b[K", what_, std::string(full, '#'),
-                    std::string(kWidth - full, '.'), part * 100, done_files_, files_, size_text(rate)));
+  std::string line = what_;
+  if (bytes_ > 0) {
+    const double part = std::min(1.0, static_cast<double>(done_bytes_) / static_cast<double>(bytes_));
+    const auto full = static_cast<std::size_t>(part * kWidth);
+    line += fmt::format(" [{}{}] {:3.0f} %", std::string(full, '#'), std::string(kWidth - full, '.'), part * 100);
+  }
+  line += fmt::format("  {}{} {}", done_, number_ > 0 ? fmt::format(" of {}", number_) : "", unit_);
+  if (done_bytes_ > 0) {
+    const double time = static_cast<double>(drawn_ - start_) * 1e-9;
+    const auto rate = static_cast<std::int64_t>(time > 0 ? static_cast<double>(done_bytes_) / time : 0);
+    line += fmt::format("  {}/s", size_text(rate));
+  }
+  print("\r" + line + "\x1b[K");
 }
 
 }  // namespace kvstride::cli

@@ -5,10 +5,10 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
-#include <array>
 #include <map>
 
 #include "kvstride/error.h"
+#include "table.h"
 
 namespace kvstride::cli {
 namespace {
@@ -78,15 +78,6 @@ void add_store(CLI::App& app, StoreArguments& given, Outcome& outcome) {
 
 store::StoreFolder open_store(const StoreArguments& given) {
   return store::StoreFolder(store::system_io(), given.path, given.group);
-}
-
-std::string size_text(std::int64_t bytes) {
-  constexpr std::array<const char*, 5> kUnits{"KiB", "MiB", "GiB", "TiB", "PiB"};
-  if (bytes < 1024) return fmt::format("{} B", bytes);
-  auto value = static_cast<double>(bytes) / 1024;
-  std::size_t unit = 0;
-  for (; value >= 1023.95 && unit + 1 < kUnits.size(); ++unit) value /= 1024;
-  return fmt::format("{:.1f} {}", value, kUnits[unit]);
 }
 
 std::string age_text(std::int64_t then, std::int64_t now) {

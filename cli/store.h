@@ -10,6 +10,7 @@
 
 #include "commands.h"
 #include "json.h"
+#include "progress.h"
 #include "store/edit.h"
 
 namespace CLI {
@@ -49,8 +50,6 @@ void add_store(CLI::App& app, StoreArguments& given, Outcome& outcome);
 
 store::StoreFolder open_store(const StoreArguments& given);
 
-/// `4.7 GiB`, `12 B`.
-std::string size_text(std::int64_t bytes);
 /// Time since `then` (nanoseconds since 1970): `42s`, `3m`, `5h`, `12d`.
 std::string age_text(std::int64_t then, std::int64_t now);
 /// `1 file`, `3 files`.
@@ -83,37 +82,5 @@ struct Sum {
 Json to_json(const Sum& sum);
 /// `3 files, 12.0 MiB`.
 std::string sum_text(const Sum& sum);
-
-/// While it lives, the first Ctrl-C (or SIGTERM) asks a command to stop; the second one ends the process.
-class Interruption {
- public:
-  Interruption();
-  ~Interruption();
-  Interruption(const Interruption&) = delete;
-  Interruption& operator=(const Interruption&) = delete;
-  static bool asked();
-};
-
-/// A line on standard error that grows, where that is a terminal.
-class Progress {
- public:
-  Progress(std::string what, std::int64_t files, std::int64_t bytes);
-  ~Progress();  ///< wipes it
-  Progress(const Progress&) = delete;
-  Progress& operator=(const Progress&) = delete;
-  void add(std::int64_t bytes);
-
- private:
-  void draw();
-
-  const std::string what_;
-  const std::int64_t files_;
-  const std::int64_t bytes_;
-  const bool shown_;
-  std::int64_t done_files_ = 0;
-  std::int64_t done_bytes_ = 0;
-  std::int64_t start_ = 0;  ///< nanoseconds
-  std::int64_t drawn_ = 0;
-};
 
 }  // namespace kvstride::cli

@@ -69,11 +69,11 @@ Outcome run_store_convert(const StoreArguments& given) {
   std::int64_t after = 0;
   std::vector<Failure> failures;
   {
-    Progress progress("convert", static_cast<std::int64_t>(files.size()), bytes);
+    Progress progress("convert", "files", static_cast<std::int64_t>(files.size()), bytes);
     for (const store::ChunkFile& file : files) {
       if (Interruption::asked()) break;
       const store::Reorderer::Result result = reorderer.reorder(file);
-      progress.add(file.length);
+      progress.add(1, file.length);
       ++counts[result.state];
       if (result.state == State::kDone) {
         before += result.before;

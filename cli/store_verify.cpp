@@ -10,6 +10,7 @@
 #include "kvstride/error.h"
 #include "parse.h"
 #include "store.h"
+#include "table.h"
 
 namespace kvstride::cli {
 namespace {
@@ -70,11 +71,11 @@ Outcome run_store_verify(const StoreArguments& given) {
   std::int64_t failed = 0;
   const Interruption interruption;
   {
-    Progress progress("verify", num_files, num_bytes);
+    Progress progress("verify", "files", num_files, num_bytes);
     for (std::size_t i = 0; i < names.size() && !Interruption::asked(); ++i) {
       const store::SpaceFolder space(store, names[i]);
       store::verify(space, files[i], threads, [&](const store::ChunkFile& file, const store::Check& check) {
-        progress.add(file.length);
+        progress.add(1, file.length);
         if (check.state == State::kGone) {
           ++gone;
           return !Interruption::asked();

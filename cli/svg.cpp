@@ -6,9 +6,13 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
 #include <optional>
 
 #include "byte_map.h"
+#include "kvstride/error.h"
 
 namespace kvstride::cli {
 namespace {
@@ -52,20 +56,6 @@ Color mix(const Ramp& ramp, double t) {
 }
 
 bool dark(Color color) { return 299 * color.r + 587 * color.g + 114 * color.b < 140000; }
-
-std::string escape(std::string_view text) {
-  std::string out;
-  for (const char c : text) {
-    switch (c) {
-      case '&': out += "&amp;"; break;
-      case '<': out += "&lt;"; break;
-      case '>': out += "&gt;"; break;
-      case '"': out += "&quot;"; break;
-      default: out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
-    }
-  }
-  return out;
-}
 
 /// `text` cut to what fits `width` at a character width of `character`.
 std::string fitted(const std::string& text, double width, double character) {
@@ -203,7 +193,7 @@ class Drawing {
   }
 
   void text(double x, double y, const std::string& words, const char* style) {
-    out_ += fmt::format("<text class=\"{}\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text>\n", style, x, y, escape(words));
+    out_ += fmt::format("<text class=\"{}\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text>\n", style, x, y, escape_xml(words));
   }
   void rect(double x, double y, double width, double height, const std::string& fill, bool edge) {
     out_ += fmt::format("<rect x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.1f}\" fill=\"{}\"{}/>\n", x, y,
@@ -381,6 +371,32 @@ class Drawing {
 };
 
 }  // namespace
+
+std::string escape_xml(std::string_view text) {
+  std::string out;
+  for (const char c : text) {
+    switch (c) {
+      case '&': out += "&amp;"; break;
+      case '<': out += "&lt;"; break;
+      case '>': out += "&gt;"; break;
+      case '"': out += "&quot;"; break;
+      default: out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
+    }
+  }
+  return out;
+}
+
+void write_svg(const std::string& path, const std::string& text) {
+  std::FILE* file = std::fopen(path.c_str(), "wb");
+  bool written = file != nullptr && std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  int error = errno;
+  if (file != nullptr && std::fclose(file) != 0 && written) {
+    written = false;
+    error = errno;
+  }
+  if (!written)
+    throw Error(ErrorCode::kArgument, fmt::format("--svg: cannot write '{}': {}", path, std::strerror(error)));
+}
 
 std::string draw_svg(const Layout& layout, const std::string& name) { return Drawing(layout, name).draw(); }
 

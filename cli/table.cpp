@@ -2,7 +2,10 @@
 // A table for people.
 #include "table.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <array>
 
 namespace kvstride::cli {
 namespace {
@@ -43,6 +46,15 @@ std::string table(const std::vector<std::vector<std::string>>& rows, std::size_t
     out += line + "\n";
   }
   return out;
+}
+
+std::string size_text(std::int64_t bytes) {
+  constexpr std::array<const char*, 5> kUnits{"KiB", "MiB", "GiB", "TiB", "PiB"};
+  if (bytes < 1024) return fmt::format("{} B", bytes);
+  auto value = static_cast<double>(bytes) / 1024;
+  std::size_t unit = 0;
+  for (; value >= 1023.95 && unit + 1 < kUnits.size(); ++unit) value /= 1024;
+  return fmt::format("{:.1f} {}", value, kUnits[unit]);
 }
 
 }  // namespace kvstride::cli

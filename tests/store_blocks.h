@@ -46,6 +46,12 @@ class BlockClient {
     return Outcomes(store.put(keys_of(numbers), cache, blocks(numbers.size()), request_).wait());
   }
 
+  Outcomes get_within(const std::vector<int>& numbers, std::chrono::nanoseconds deadline) {
+    request_.deadline = deadline;
+    const Outcomes out = get(numbers);
+    request_.deadline.reset();
+    return out;
+  }
   Outcomes get(const std::vector<int>& numbers) {
     poison();
     const Cache cache = memory_.cache();

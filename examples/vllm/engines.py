@@ -15,13 +15,17 @@ _ENGINE = Path(__file__).resolve().parent / "offload_engine.py"
 Answer = dict[str, Any]
 
 
-def run(work: Path, job: dict[str, Any]) -> tuple[int, str, dict[str, Any] | None]:
-    """One engine: its exit status, what it printed, what it told if it came so far. `job`: see offload_engine.py."""
+def run(
+    work: Path, job: dict[str, Any], where: list[str] | None = None, environment: dict[str, str] | None = None
+) -> tuple[int, str, dict[str, Any] | None]:
+    """One engine: its exit status, what it printed, what it told if it came so far. `job`: see offload_engine.py.
+    `where`: the beginning of a command line that starts it elsewhere."""
     given, told = work / "job.json", work / "answer.json"
     given.write_text(json.dumps(job))
     told.unlink(missing_ok=True)
-    command = [sys.executable, str(_ENGINE), str(given), str(told)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    command = [*(where or []), sys.executable, str(_ENGINE), str(given), str(told)]
+    env = {**os.environ, **(environment or {})}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     return done.returncode, done.stdout + done.stderr, json.loads(told.read_text()) if told.exists() else None
 
 

@@ -54,6 +54,26 @@ enum class Eviction : std::uint8_t { kS3Fifo, kLru };
 /// `not_pinned` of its metrics say so.
 using TierPtr = std::shared_ptr<store::Tier>;
 
+/// What a tier takes and how long it keeps it; by default everything, until it is evicted. The clock is the caller's.
+struct AdmissionOptions {
+  /// A chunk is taken when it has been asked for so many times recently, the request that brings it included; 1 to 15.
+  int min_reuse = 1;
+  /// "Recently": an ask counts for at least the next so many asks of this tier, and at most twice as many. Takes 16 to
+  /// 32 bytes for each, where min_reuse is above 1. Up to 2^30.
+  std::int64_t reuse_window = 1 << 20;
+  /// Bytes that may be written in a day; 0: no limit. Any span of time sees at most its share of them, a burst and one
+  /// chunk, whatever the chunk's size.
+  std::int64_t write_bytes_a_day = 0;
+  /// What may be written at once after a pause, and at the start; 0: an hour's share.
+  std::int64_t write_burst_bytes = 0;
+  /// After so long since it was written to this tier a chunk is no longer found; 0: never.
+  std::chrono::nanoseconds time_to_live{0};
+  /// Bytes that a tenant may hold, each for itself, the nameless one included; 0: no limit.
+  std::int64_t tenant_bytes = 0;
+  /// Other limits for some tenants; here 0 means nothing at all.
+  std::map<std::string, std::int64_t> bytes_of_tenant;
+};
+
 struct HostTierOptions {
   std::int64_t num_bytes = 0;  ///< exactly so many are mapped (rounded up to 4 KiB), headers of 4 KiB a chunk included
   Eviction eviction = Eviction::kS3Fifo;
@@ -85,6 +105,27 @@ struct DirectoryTierOptions {
 };
 /// Throws Error(kStore) where the directory cannot be used: a link, somebody else's, no locks, not writable.
 TierPtr directory_tier(const DirectoryTierOptions& options);
+
+struct RemoteTierOptions {
+  /// `s3://bucket/prefix?…`, `redis://host:port/db?…`: docs/remote.md has the options of each engine.
+  std::string url;
+  std::int64_t staging_bytes = 0;   ///< memory for chunks on their way; 0: 256 MiB
+  std::size_t queue_chunks = 4096;  ///< that may wait; more are refused
+  /// Images of writes that wait or are under way, more are refused; 0: half of staging_bytes. They lie in the memory of
+  /// the tier above, and keep it.
+  std::int64_t queue_bytes = 0;
+  int num_threads = 0;                   ///< that call the engine; 0: as it likes
+  std::size_t known_chunks = 1'000'000;  ///< whose being there is remembered
+  std::chrono::nanoseconds known_for = std::chrono::seconds(60);
+  /// How long one attempt may take; failed ones are repeated within the request's deadline.
+  std::chrono::nanoseconds timeout = std::chrono::seconds(5);
+  int retries = 2;  ///< attempts after the first one that failed
+  /// How long a lookup may wait for the engine's word on keys that this process does not know.
+  std::chrono::nanoseconds lookup_timeout = std::chrono::seconds(1);
+};
+/// A tier in an engine that others run. It connects with the first request, and what the engine does wrong is a miss.
+/// Throws Error(kArgument) for a URL or options that cannot be, Error(kStore) where the engine's client is not there.
+TierPtr remote_tier(const RemoteTierOptions& options);
 
 /// Counts by powers of two: counts[i] took less than 2^i microseconds, the last one everything else.
 struct HistogramSnapshot {
@@ -200,6 +241,9 @@ class Store {
   std::vector<bool> lookup(std::span<const Key> keys, std::optional<Range> heads = {}, bool ask = true);
   /// How many chunks from the first on are held without a gap.
   std::int64_t lookup_prefix(std::span<const Key> keys, std::optional<Range> heads = {}, bool ask = true);
+  /// Brings chunks that only lower tiers hold into the upper ones, verified, so that a get finds them there. kOk: the
+  /// first tier was offered it, or had it.
+  Job prefetch(std::span<const Key> keys, std::optional<Range> heads = {}, const RequestOptions& options = {});
   /// Pins what is there until the result is dropped. Another process may still remove a file.
   Pins pin(std::span<const Key> keys);
   /// Forgets chunks in all tiers. Returns how many keys were there.

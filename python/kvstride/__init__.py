@@ -38,7 +38,7 @@ from .errors import (
 )
 from .identity import Key, Namespace
 from .plan import Plan
-from .store import DirectoryTier, HostTier, Job, Pins, Store, Tier
+from .store import DirectoryTier, HostTier, Job, Pins, RemoteTier, Store, Tier
 
 __version__ = version()
 
@@ -64,6 +64,7 @@ __all__ = [
     "Pins",
     "Plan",
     "Reading",
+    "RemoteTier",
     "Store",
     "StoreError",
     "Tier",

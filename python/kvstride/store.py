@@ -23,6 +23,7 @@ from .blocks import core_of
 from .cache import Cache
 from .errors import ArgumentError, DTypeError, Error, StoreError
 from .identity import Key, Namespace
+from .remote import Engine, open_engine
 
 #: A number of bytes: a whole number, of type float too (8e9).
 Bytes = int | float
@@ -134,6 +135,49 @@ class DirectoryTier(Tier):
             _small(queue_chunks, "DirectoryTier: queue_chunks", 1, 1 << 24),
             _seconds(lookup_timeout, "DirectoryTier: lookup_timeout"),
             to_flag(prepare, "DirectoryTier: prepare"),
+        )
+
+
+class RemoteTier(Tier):
+    """Chunks in an engine that others run, which several machines share (docs/remote.md).
+
+    `url` names it: `s3://bucket/prefix?endpoint=…`, `redis://host:port/db`, `mooncake://master:port`; or it is a
+    `kvstride.remote.Engine`, which is then this tier's alone. It connects with the first request; whatever the engine
+    does wrong is a miss, and one that fails again and again is left alone until it answers. `timeout` (seconds) bounds
+    one attempt, `retries` are made after one that failed, all within the request's deadline.
+    `lookup_timeout` bounds what a lookup waits for the engine's word on unknown keys; what is known to be there is
+    believed for `known_for` seconds, of `known_chunks` at most. `staging_bytes` are memory for chunks on their way
+    (256 MiB), `queue_bytes` bounds images of writes that wait or are under way (half of that), which keep memory of
+    the tier above; `queue_chunks` may wait; more are refused. `num_threads` call the engine (0: as it likes). Raises
+    ArgumentError for a URL or an option that cannot be, StoreError where the engine's client is not there.
+    """
+
+    def __init__(
+        self,
+        url: str | Engine,
+        *,
+        staging_bytes: Bytes = 0,
+        queue_chunks: int = 4096,
+        queue_bytes: Bytes = 0,
+        num_threads: int = 0,
+        known_chunks: int = 1_000_000,
+        known_for: float = 60.0,
+        timeout: float = 5.0,
+        retries: int = 2,
+        lookup_timeout: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self._core = _core.remote_tier(
+            open_engine(_text(url, "RemoteTier: url") if isinstance(url, str) else url),
+            _bytes_of(staging_bytes, "RemoteTier: staging_bytes"),
+            _small(queue_chunks, "RemoteTier: queue_chunks", 1, 1 << 24),
+            _bytes_of(queue_bytes, "RemoteTier: queue_bytes"),
+            _small(num_threads, "RemoteTier: num_threads", 0, 256),
+            _small(known_chunks, "RemoteTier: known_chunks", 1, 1 << 31),
+            _seconds(known_for, "RemoteTier: known_for"),
+            _seconds(timeout, "RemoteTier: timeout"),
+            _small(retries, "RemoteTier: retries", 0, 100),
+            _seconds(lookup_timeout, "RemoteTier: lookup_timeout"),
         )
 
 
@@ -378,6 +422,17 @@ class Store(_OfProcess):
         self._check_process(verb)
         numbers = to_numbers(heads, ("first", "count"), f"{verb}: heads")
         return call(to_keys(keys, verb), numbers, to_flag(ask, f"{verb}: ask"))
+
+    def prefetch(
+        self, keys: Sequence[Key | bytes], *, heads: tuple[int, int] | None = None, deadline: float | None = None
+    ) -> Job:
+        """Bring chunks that only lower tiers hold into the upper ones, verified, so that a get finds them there.
+
+        'ok': the first tier was offered it, or had it.
+        """
+        names = to_keys(keys, "prefetch")
+        numbers = to_numbers(heads, ("first", "count"), "prefetch: heads")
+        return self._request("prefetch", self._core.prefetch, (names, numbers), (self,), None, deadline)
 
     def pin(self, keys: Sequence[Key | bytes]) -> Pins:
         """Keep what is there from being evicted, until the result is released."""

@@ -37,23 +37,13 @@ Layout checksum_order(const Layout& like, std::int64_t num_blocks, std::int64_t 
   return Layout(fmt::format("B{} {{{}}}", stride > 0 ? fmt::format("@{}", stride) : "", text), geometry);
 }
 
-/// Calls `use(i)` for i from 0 to count − 1, on several threads where so many bytes are worth it.
-template <class Use>
-void in_parallel(std::int64_t bytes, std::int64_t count, const Use& use) {
-  const int threads = cpu::threads_for(bytes);
-  const auto parts = static_cast<int>(std::min<std::int64_t>(count, threads == 1 ? 1 : 4 * threads));
-  cpu::parallel_for(threads, parts, [&](int part) {
-    for (std::int64_t i = count * part / parts; i < count * (part + 1) / parts; ++i) use(i);
-  });
-}
-
 /// Granule sums of pieces that `program` gathers into `scratch`.
 void sums_on_host(plan::Program& program, const std::byte* nominal, const Pieces& pieces, std::byte* scratch,
                   std::span<std::uint64_t> sums) {
   program.move_destination(scratch, nominal);
   program.run();
   const std::int64_t granules = std::ssize(sums) / pieces.count;
-  in_parallel(pieces.count * pieces.bytes, std::ssize(sums), [&](std::int64_t i) {
+  cpu::for_each_in_parallel(pieces.count * pieces.bytes, std::ssize(sums), [&](std::int64_t i) {
     const std::int64_t begin = i % granules * kGranule;
     const std::int64_t end = std::min(begin + kGranule, pieces.bytes);
     const std::byte* piece = scratch + i / granules * pieces.stride;
@@ -69,17 +59,12 @@ std::vector<std::uint64_t> checksum_blocks(const Cache& cache, std::span<const s
   const std::int64_t stride = (bytes + 15) / 16 * 16;
   const auto count = static_cast<std::int64_t>(ids.size());
   const std::int64_t at_once = std::clamp<std::int64_t>(kScratchBytes / stride, 1, std::max<std::int64_t>(count, 1));
-  // A cache at no address in particular: programs are moved to where the scratch memory is.
-  auto* nominal = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 44);
+  auto* nominal = plan::nominal();  // programs are moved to where the scratch memory is
   const Cache order({nominal}, checksum_order(cache.layout(), at_once, stride), false, cache.device());
   const auto recipe = std::make_shared<const plan::Recipe>("checksum_blocks", plan::end_of(cache), plan::end_of(order),
                                                            plan::BuildOptions{});
   for (std::size_t i = 0; i < ids.size(); ++i) {
-    const std::int64_t limit = cache.layout().geometry().num_blocks;
-    if (ids[i] >= 0 && ids[i] < limit) continue;
-    throw Error(ErrorCode::kBlockIndex,
-                fmt::format("checksum_blocks: block id {} in ids[{}] is outside the cache (num_blocks is {})", ids[i],
-                            i, limit));
+    plan::check_block_id("checksum_blocks", "ids", i, ids[i], cache.layout().geometry().num_blocks, "cache");
   }
   const std::int64_t granules = (bytes + kGranule - 1) / kGranule;
   std::vector<std::uint64_t> sums(static_cast<std::size_t>(granules * at_once));

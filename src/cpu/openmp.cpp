@@ -43,6 +43,7 @@ const Runtime* runtime() {
   if (const Runtime* known = found.load(std::memory_order_acquire)) return known;
   Runtime now;
   find(now.parallel, "GOMP_parallel");
+  if (now.parallel == nullptr) return nullptr;
   find(now.thread, "omp_get_thread_num");
   find(now.most, "omp_get_max_threads");
   if (!now.complete()) return nullptr;

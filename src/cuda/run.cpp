@@ -76,20 +76,13 @@ void copy_runs(const Strip& strip, OnDevice& on) {
 /// A strip between two pieces of host memory, on several threads.
 void run_on_host(const Strip& strip) {
   const auto starts = static_cast<std::int64_t>(strip.starts.size());
-  const std::int64_t groups = strip.groups();
-  const int threads = cpu::threads_for(strip.bytes());
-  const auto parts = static_cast<int>(std::min<std::int64_t>(groups, threads == 1 ? 1 : 4 * threads));
-  const auto part = [&](int i) {
-    for (std::int64_t group = groups * i / parts; group < groups * (i + 1) / parts; ++group) {
-      const Start& start = strip.starts[static_cast<std::size_t>(group % starts)];
-      const Step& step = strip.steps[static_cast<std::size_t>(group / starts)];
-      cpu::copy(reinterpret_cast<std::byte*>(start.dst + step.dst),
-                reinterpret_cast<const std::byte*>(start.src + step.src), strip.loops.data(), strip.loops.size(),
-                strip.run, false);
-    }
-  };
-  if (parts == 1) return part(0);
-  cpu::parallel_for(threads, parts, part);
+  cpu::for_each_in_parallel(strip.bytes(), strip.groups(), [&](std::int64_t group) {
+    const Start& start = strip.starts[static_cast<std::size_t>(group % starts)];
+    const Step& step = strip.steps[static_cast<std::size_t>(group / starts)];
+    cpu::copy(reinterpret_cast<std::byte*>(start.dst + step.dst),
+              reinterpret_cast<const std::byte*>(start.src + step.src), strip.loops.data(), strip.loops.size(),
+              strip.run, false);
+  });
 }
 
 /// Calls `use(part)` for parts of a strip that pack into a buffer.

@@ -42,12 +42,11 @@ void Program::add(std::int64_t tokens, std::int64_t src_slot, std::int64_t dst_s
       .push_back({src_slot, dst_slot});
 }
 
-void Program::check_block(const char* what, std::size_t at, std::int64_t id, std::int64_t limit,
-                          const char* side) const {
-  if (id < 0 || id >= limit) {
-    throw Error(ErrorCode::kBlockIndex, fmt::format("{}: block id {} in {}[{}] is outside the {} (num_blocks is {})",
-                                                    recipe_->verb(), id, what, at, side, limit));
-  }
+void check_block_id(const char* verb, const char* list, std::size_t at, std::int64_t id, std::int64_t limit,
+                    const char* side) {
+  if (id >= 0 && id < limit) return;
+  throw Error(ErrorCode::kBlockIndex, fmt::format("{}: block id {} in {}[{}] is outside the {} (num_blocks is {})",
+                                                  verb, id, list, at, side, limit));
 }
 
 /// Pairs are for blocks of one size.
@@ -83,8 +82,8 @@ std::int64_t Program::bind(std::span<const Pair> pairs, std::optional<std::int64
   for (std::size_t i = 0; i < pairs.size(); ++i) {
     const Pair pair = pairs[i];  // read once: the caller's memory may change
     if (is_null(pair)) continue;
-    check_block(names.ids_name, i, pair.src, recipe_->src_blocks(), names.src_name);
-    check_block(names.ids_name, i, pair.dst, recipe_->dst_blocks(), names.dst_name);
+    check_block_id(recipe_->verb(), names.ids_name, i, pair.src, recipe_->src_blocks(), names.src_name);
+    check_block_id(recipe_->verb(), names.ids_name, i, pair.dst, recipe_->dst_blocks(), names.dst_name);
     sorted = sorted && (entries.empty() || entries.back().dst < pair.dst * size);
     entries.push_back({pair.src * size, pair.dst * size});
   }
@@ -110,9 +109,9 @@ void Program::bind_tokens(std::span<const std::int64_t> src_blocks, std::span<co
   const std::int64_t src_size = src_.geometry().block_size;
   const std::int64_t dst_size = dst_.geometry().block_size;
   for (std::size_t i = 0; i < src_ids.size(); ++i)
-    check_block("src_blocks", i, src_ids[i], recipe_->src_blocks(), "source");
+    check_block_id(recipe_->verb(), "src_blocks", i, src_ids[i], recipe_->src_blocks(), "source");
   for (std::size_t i = 0; i < dst_ids.size(); ++i)
-    check_block("dst_blocks", i, dst_ids[i], recipe_->dst_blocks(), "destination");
+    check_block_id(recipe_->verb(), "dst_blocks", i, dst_ids[i], recipe_->dst_blocks(), "destination");
   const auto check = [&](const char* side, std::int64_t first, std::int64_t blocks, std::int64_t size) {
     if (first < 0 || tokens.count < 0 || tokens.count > blocks * size - first) {
       throw Error(ErrorCode::kArgument, fmt::format("{}: {} tokens from token {} do not fit {} {} blocks of {}",

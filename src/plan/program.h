@@ -22,6 +22,14 @@
 
 namespace kvstride::plan {
 
+/// Throws Error(kBlockIndex) for an id that is not below `limit`, the `at`-th of the verb's argument `list`; `side` is
+/// what it names a block of.
+void check_block_id(const char* verb, const char* list, std::size_t at, std::int64_t id, std::int64_t limit,
+                    const char* side);
+
+/// An address of no memory, for tensors of programs that are moved to where the memory really is.
+inline std::byte* nominal() { return reinterpret_cast<std::byte*>(std::uintptr_t{1} << 44); }
+
 /// A nest and the entries it is run for.
 struct Bound {
   const Nest* nest;
@@ -109,7 +117,6 @@ class Program {
   void add(std::int64_t tokens, std::int64_t src_slot, std::int64_t dst_slot);
   void clear();
   bool apart() const;
-  void check_block(const char* what, std::size_t at, std::int64_t id, std::int64_t limit, const char* side) const;
   void check_block_sizes() const;
   void refuse_whole_only() const;
   cuda::DeviceIds device_list(const DeviceList& list, std::int64_t limit) const;

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 
 #include "store/arena.h"
 #include "store/index.h"
@@ -20,6 +21,7 @@ class Cells {
     if (cells_ == nullptr) {
       grow(kFirstBits);
     } else if ((count_ + 1) * 4 > 3 * (std::size_t{1} << bits_)) {
+      if (bits_ == 32) throw std::length_error("store: more than 3 * 2^30 pieces");  // a tag has no more bits
       grow(bits_ + 1);
     }
   }

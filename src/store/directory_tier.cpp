@@ -32,8 +32,8 @@ class DirectoryTier final : public Tier {
              Clock::time_point begin) override {
     return !disk_->sick() && disk_->probe(space, {keys.begin(), keys.end()}, heads, prefix, begin);
   }
-  BufferPtr buffer(std::int64_t bytes) override { return disk_->buffer(bytes); }
-  std::int64_t largest() const override { return disk_->largest(); }
+  BufferPtr buffer(std::int64_t bytes) override { return disk_->staging_->buffer(bytes); }
+  std::int64_t largest() const override { return disk_->staging_->largest(); }
   bool holds(const PieceId& id) override { return disk_->directory_.holds(id); }
   void read(ReadRequest request) override {
     Operation operation;
@@ -73,7 +73,9 @@ class DirectoryTier final : public Tier {
 
   std::vector<Key> take_gone(std::uint32_t space) override { return disk_->directory_.take_gone(space); }
 
-  void pin_memory(Device device) noexcept override { disk_->pinning_.pin(device, disk_->staging_, disk_->counters_); }
+  void pin_memory(Device device) noexcept override {
+    disk_->pinning_.pin(device, disk_->staging_->memory(), disk_->counters_);
+  }
 
   TierMetrics metrics() const override {
     TierMetrics out;

@@ -25,7 +25,7 @@ constexpr int kMostTries = 16;  ///< of a page that comes or goes in part only
 std::unique_ptr<Transfers> DiskThreads::transfers(std::string& name) {
   if (options_.engine != Engine::kBlocking) {
     // Only this memory: pinned pages are copied by every fork, and no child needs it.
-    const iovec memory{staging_.data(), static_cast<std::size_t>(staging_.size())};
+    const iovec memory{staging_->memory().data(), static_cast<std::size_t>(staging_->memory().size())};
     std::string why;
     if (auto ring = ring_transfers(kRingDepth, {&memory, 1}, &why)) {
       name = ring->name();
@@ -146,7 +146,9 @@ bool DiskThreads::begin(Operation& operation) {
     return false;
   }
   try {
-    if (Clock::now() >= operation.deadline) {
+    if (is_cancelled(operation.read ? operation.read->cancelled : operation.write->cancelled)) {
+      operation.read ? end_read(operation, Outcome::kRefused) : end_write(operation, Outcome::kRefused);
+    } else if (Clock::now() >= operation.deadline) {
       counters_.add(Count::kTimeouts);
       operation.read ? end_read(operation, Outcome::kTimeout) : end_write(operation, Outcome::kTimeout);
     } else {

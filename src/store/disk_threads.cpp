@@ -21,34 +21,12 @@ using Engine = DirectoryTierOptions::Engine;
 DiskThreads::DiskThreads(const DirectoryTierOptions& options, const std::shared_ptr<Io>& io)
     : options_(options),
       io_(io),
-      staging_(options.staging_bytes),
-      extents_(largest()),
-      directory_(
-          io,
-          {options.path, options.max_bytes, options.keep_free,
-           options.eviction == Eviction::kLru ? Policy::kLru : Policy::kS3Fifo, options.sync, options.group, largest()},
-          counters_) {
-  staging_.keep_from_children();
-}
-
-StagedBuffer::StagedBuffer(std::shared_ptr<DiskThreads> disk, std::int64_t offset, std::int64_t bytes)
-    : Buffer(disk->at(offset), bytes, disk.get()), disk_(std::move(disk)), offset_(offset) {}
-StagedBuffer::~StagedBuffer() { disk_->give(offset_, bytes()); }
-
-std::shared_ptr<StagedBuffer> DiskThreads::buffer(std::int64_t bytes) {
-  bytes = whole_pages(bytes);
-  std::optional<std::int64_t> offset;
-  {
-    const std::lock_guard lock(staging_mutex_);
-    offset = extents_.take(bytes);
-  }
-  return offset ? std::make_shared<StagedBuffer>(shared_from_this(), *offset, bytes) : nullptr;
-}
-
-void DiskThreads::give(std::int64_t offset, std::int64_t bytes) {
-  const std::lock_guard lock(staging_mutex_);
-  extents_.give(offset, bytes);
-}
+      staging_(std::make_shared<Staging>(options.staging_bytes)),
+      directory_(io,
+                 {options.path, options.max_bytes, options.keep_free,
+                  options.eviction == Eviction::kLru ? Policy::kLru : Policy::kS3Fifo, options.sync, options.group,
+                  staging_->largest()},
+                 counters_) {}
 
 void DiskThreads::start() {
   // Which engine it will be is found out at once, without pinning memory.

@@ -16,26 +16,13 @@
 #include <vector>
 
 #include "kvstride/store.h"
-#include "store/arena.h"
 #include "store/directory.h"
 #include "store/io.h"
 #include "store/pinning.h"
+#include "store/staging.h"
 #include "store/tier.h"
 
 namespace kvstride::store {
-
-class DiskThreads;
-
-/// Staging memory; the last holder gives it back.
-class StagedBuffer final : public Buffer {
- public:
-  StagedBuffer(std::shared_ptr<DiskThreads> disk, std::int64_t offset, std::int64_t bytes);
-  ~StagedBuffer() override;
-
- private:
-  std::shared_ptr<DiskThreads> disk_;
-  std::int64_t offset_;
-};
 
 /// What a thread is given, and how far it is.
 struct Operation {
@@ -62,13 +49,6 @@ class DiskThreads : public std::enable_shared_from_this<DiskThreads> {
   void start();
   void stop();
 
-  /// The longest image that the memory for I/O holds.
-  std::int64_t largest() const { return staging_.size() / kPage * kPage; }
-
-  std::shared_ptr<StagedBuffer> buffer(std::int64_t bytes);
-  void give(std::int64_t offset, std::int64_t bytes);
-  std::byte* at(std::int64_t offset) const { return staging_.data() + offset; }
-
   void add(Operation operation);
   void add_task(std::function<void()> task);
   bool sick() const;
@@ -79,10 +59,8 @@ class DiskThreads : public std::enable_shared_from_this<DiskThreads> {
   const DirectoryTierOptions options_;
   const std::shared_ptr<Io> io_;
   Counters counters_;
-  Memory staging_;
+  const std::shared_ptr<Staging> staging_;
   Pinning pinning_;
-  std::mutex staging_mutex_;
-  Extents extents_;
   Directory directory_;
   const pid_t pid_ = getpid();
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "kvstride/error.h"
+#include "plan/program.h"
 
 namespace kvstride::store {
 namespace {
@@ -35,7 +36,7 @@ Form form_from(Layout layout, Content content) {
   std::vector<std::string> shared;
   std::vector<std::string> heads;
   for (const Plane& plane : layout.planes()) (plane.has_head ? heads : shared).push_back(plane.name);
-  std::vector<std::byte*> tensors{Form::nominal()};
+  std::vector<std::byte*> tensors{plan::nominal()};
   for (std::int64_t part = 1; part < layout.num_parts(); ++part) {
     tensors.push_back(tensors.back() + layout.part_bytes(part - 1));
   }
@@ -45,8 +46,6 @@ Form form_from(Layout layout, Content content) {
 }
 
 }  // namespace
-
-std::byte* Form::nominal() { return reinterpret_cast<std::byte*>(std::uintptr_t{1} << 44); }
 
 Form stored_form(const Namespace& space, const Layout& like, Heads heads) {
   const NamespaceFields& fields = space.fields();

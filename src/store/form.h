@@ -21,10 +21,8 @@ struct Form {
   bool has_heads = false;
   std::vector<std::string> shared_planes;
   std::vector<std::string> head_planes;
-  /// A cache over a payload at kNominal; programs are moved to where payloads really lie.
+  /// A cache over a payload at plan::nominal(); programs are moved to where payloads really lie.
   Cache cache;
-
-  static std::byte* nominal();
 };
 
 /// The stored order for these planes (`H L {key: N D, value: N D}`, shared planes before it), for `heads` of the

@@ -64,15 +64,30 @@ bool StoreImpl::choose(Fetch& fetch) {
   };
   collect();
   if (cover()) return true;
-  bool more = false;
-  for (std::size_t i = 0; i < tiers_.size(); ++i)
-    more = tiers_[i]->probe(numbers_[i], {&key, 1}, wanted, false, Clock::now()) || more;
+  bool more = ask_far(*fetch.job);
+  for (std::size_t i = 0; i < tiers_.size(); ++i) {
+    if (!tiers_[i]->far()) more = tiers_[i]->probe(numbers_[i], {&key, 1}, wanted, false, Clock::now()) || more;
+  }
   if (more) {
     collect();
     if (cover()) return true;
   }
   if (fetch.refused.empty()) count(all.empty() ? Tally::kMissAbsent : Tally::kMissHeads);
   return false;
+}
+
+/// Asks far tiers, once in a job's life, about all its keys; who comes meanwhile waits for that answer. Whether more
+/// may be known than when the caller looked.
+bool StoreImpl::ask_far(JobState& job) {
+  const std::lock_guard lock(job.asking);
+  if (!job.asked) {
+    job.asked = true;
+    for (std::size_t i = 0; i < tiers_.size(); ++i) {
+      if (!tiers_[i]->far()) continue;
+      tiers_[i]->probe(numbers_[i], job.keys, job.heads.stored(), false, Clock::now());
+    }
+  }
+  return true;
 }
 
 /// What to read of each piece.
@@ -93,6 +108,15 @@ StoreImpl::Begun StoreImpl::begin_get(const std::shared_ptr<Fetch>& fetch) {
     give_up(*fetch);
     return Begun::kYes;
   }
+  if (job.verb == Verb::kPrefetch) {
+    std::erase_if(fetch->readings, [](const Reading& one) { return one.tier == 0; });
+    if (fetch->readings.empty()) {
+      end(job, chunk, Stage::kQueued, Outcome::kOk);
+      end(job, chunk, Stage::kWaiting, Outcome::kOk);
+      leave();
+      return Begun::kYes;
+    }
+  }
   plan_reads(*fetch);
   for (Reading& reading : fetch->readings) {
     if (tiers_[reading.tier]->lends()) continue;
@@ -103,7 +127,7 @@ StoreImpl::Begun StoreImpl::begin_get(const std::shared_ptr<Fetch>& fetch) {
       return Begun::kYes;
     }
     // A whole image may stay in an upper tier.
-    reading.into = buffer_for(reading.result.bytes, options_.promote && reading.whole ? 0 : reading.tier);
+    reading.into = buffer_for(reading.result.bytes, may_promote(job) && reading.whole ? 0 : reading.tier);
     if (!reading.into && !(reading.into = buffer_for(reading.result.bytes, 0))) {
       fetch->readings.clear();
       return Begun::kStarved;
@@ -119,7 +143,7 @@ StoreImpl::Begun StoreImpl::begin_get(const std::shared_ptr<Fetch>& fetch) {
   // When the last read is done `fetch` may be in another thread's hands: nothing of it is touched after that.
   for (std::size_t i = 0; i < num_readings; ++i) {
     Reading& reading = fetch->readings[i];
-    ReadRequest request{reading.id, {}, std::move(reading.into), job.deadline, {}};
+    ReadRequest request{reading.id, {}, std::move(reading.into), job.deadline, cancelled_by(fetch->job), {}};
     if (!reading.whole) {
       const Frame& frame = shape_for(job, chunk, reading.id.heads)->frame;
       const Bytes start = reading.shared ? frame.shared_range(true) : Bytes{0, frame.header_bytes()};
@@ -219,8 +243,9 @@ void StoreImpl::finish_get(const std::shared_ptr<Fetch>& fetch) {
         continue;
       }
       const std::byte* image = reading.result.image->data();
-      std::shared_ptr<const Shape> shape = shape_for(job, fetch->chunk, reading.id.heads);
-      if (shape->frame.image_bytes() != reading.result.bytes || !shape->frame.matches(image, key)) {
+      std::shared_ptr<const Shape> shape;
+      if (job.verb != Verb::kPrefetch) shape = shape_for(job, fetch->chunk, reading.id.heads);
+      if (!shape || shape->frame.image_bytes() != reading.result.bytes || !shape->frame.matches(image, key)) {
         // Damaged, or in an order of its own: the whole image tells.
         if (!reading.whole) {
           reread = true;
@@ -250,7 +275,7 @@ void StoreImpl::finish_get(const std::shared_ptr<Fetch>& fetch) {
       }
       return;
     }
-    deliver(*fetch, shapes);
+    job.verb == Verb::kPrefetch ? keep(*fetch) : deliver(*fetch, shapes);
   } catch (...) {  // no memory
     end(job, fetch->chunk, Stage::kWaiting, Outcome::kRefused);
     leave();
@@ -290,7 +315,7 @@ void StoreImpl::deliver(Fetch& fetch, const std::vector<std::shared_ptr<const Sh
           std::make_unique<plan::Program>(plan::recipe_for("get", form.cache, *job.cache, std::move(build))));
       programs.back()->bind_tokens(std::array<std::int64_t, 1>{0}, job.blocks_of(chunk),
                                    {0, 0, space_.fields().block_size});
-      programs.back()->move_source(payload, Form::nominal());
+      programs.back()->move_source(payload, plan::nominal());
     }
   } catch (const Error&) {  // planes of another kind under the same names
     why = Tally::kMissOther;
@@ -315,11 +340,19 @@ void StoreImpl::deliver(Fetch& fetch, const std::vector<std::shared_ptr<const Sh
   }
   // Before the end: who removes the chunk after its get shall not find it in an upper tier.
   try {
-    if (options_.promote) promote(fetch);
+    if (may_promote(job)) promote(fetch);
   } catch (...) {  // no memory
   }
   fetch.readings.clear();  // who sees the get done can have the memory
   end(job, chunk, Stage::kMoving, Outcome::kOk);
+  leave();
+}
+
+/// The end of a prefetch: what was verified goes to the upper tiers.
+void StoreImpl::keep(Fetch& fetch) {
+  promote(fetch);
+  fetch.readings.clear();
+  end(*fetch.job, fetch.chunk, Stage::kWaiting, Outcome::kOk);
   leave();
 }
 
@@ -331,7 +364,7 @@ void StoreImpl::promote(Fetch& fetch) {
       const PieceId id{numbers_[i], reading.id.key, reading.id.heads};
       if (tiers_[i]->holds(id)) continue;
       count(Tally::kPromoted);
-      tiers_[i]->write({id, reading.result.image, reading.result.bytes, fetch.job->deadline, [](Outcome) {}});
+      tiers_[i]->write({id, reading.result.image, reading.result.bytes, fetch.job->deadline, {}, [](Outcome) {}});
     }
   }
 }

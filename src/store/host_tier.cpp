@@ -38,6 +38,7 @@ using ExtentPtr = std::shared_ptr<Extent>;
 class HostBuffer final : public Buffer {
  public:
   HostBuffer(std::shared_ptr<HostTier> tier, ExtentPtr extent);
+  Region region() const override;
   const ExtentPtr& extent() const { return extent_; }
 
  private:
@@ -267,7 +268,7 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
     counters_.add(Count::kDemotions);
     const std::int64_t bytes = demotion.image->bytes();
     demotion.to->write(
-        {demotion.id, std::move(demotion.image), bytes, Clock::now() + std::chrono::seconds(10), [](Outcome) {}});
+        {demotion.id, std::move(demotion.image), bytes, Clock::now() + std::chrono::seconds(10), {}, [](Outcome) {}});
   }
 
   bool drop(const PieceId& id) {
@@ -303,6 +304,10 @@ HostBuffer::HostBuffer(std::shared_ptr<HostTier> tier, ExtentPtr extent)
     : Buffer(tier->memory_->data() + extent->offset(), extent->bytes(), tier.get()),
       tier_(std::move(tier)),
       extent_(std::move(extent)) {}
+
+Buffer::Region HostBuffer::region() const {
+  return {{tier_->memory_->data(), static_cast<std::size_t>(tier_->memory_->size())}, tier_};
+}
 
 }  // namespace
 }  // namespace kvstride::store

@@ -65,6 +65,9 @@ struct Held {
 /// Ghosts may have nine tenths of the pages that are held when one is added (its own included); the oldest go first.
 class Index {
  public:
+  /// What slots and the table's tags of 32 bits allow; the table would be of 32 GiB.
+  static constexpr std::int64_t kMaxEntries = std::int64_t{3} << 30;
+
   explicit Index(Policy policy);
   ~Index();
   Index(const Index&) = delete;

@@ -24,7 +24,7 @@ enum class Stage : std::uint8_t {
   kDone,
 };
 
-enum class Verb : std::uint8_t { kPut, kGet, kPutBytes, kGetBytes };
+enum class Verb : std::uint8_t { kPut, kGet, kPutBytes, kGetBytes, kPrefetch };
 constexpr bool is_put(Verb verb) { return verb == Verb::kPut || verb == Verb::kPutBytes; }
 
 struct JobState {
@@ -42,6 +42,9 @@ struct JobState {
   Clock::time_point deadline;
 
   explicit JobState(std::size_t chunks) : stages(chunks), outcomes(chunks, Outcome::kRefused), left(chunks) {}
+
+  std::mutex asking;
+  bool asked = false;  ///< far tiers, about all keys; under `asking`
 
   std::vector<std::atomic<Stage>> stages;
   std::vector<Outcome> outcomes;       ///< written by the owner of the last step

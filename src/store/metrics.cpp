@@ -47,6 +47,9 @@ const char* name_of(Count count) {
     case Count::kProbes: return "probes";
     case Count::kDemotions: return "demotions";
     case Count::kNotPinned: return "not_pinned";
+    case Count::kRetries: return "retries";
+    case Count::kDenied: return "denied";
+    case Count::kTrips: return "trips";
     case Count::kNumCounts: break;
   }
   return "";

@@ -35,7 +35,7 @@ enum class Count : std::uint8_t {
   kRefusedQueue,
   kRefusedLarge,  ///< a chunk larger than the tier
   kRefusedBusy,   ///< the account could not be had in time, or somebody counts
-  kRefusedSick,   ///< requests while the tier does not answer
+  kRefusedSick,   ///< requests while the tier does not answer, or is left alone
   kNoSpace,       ///< the file system is full
   kCorrupt,       ///< chunks found damaged and set aside
   kVanished,      ///< chunks that were known and gone
@@ -48,6 +48,9 @@ enum class Count : std::uint8_t {
   kProbes,     ///< keys that the file system was asked about
   kDemotions,  ///< evicted chunks that went to the next tier
   kNotPinned,  ///< memory that CUDA refused to pin
+  kRetries,    ///< attempts after one that failed
+  kDenied,     ///< credentials or permissions
+  kTrips,      ///< a remote engine was left alone after failures
   kNumCounts
 };
 const char* name_of(Count count);

@@ -46,7 +46,7 @@ StoreImpl::Begun StoreImpl::begin_put(const Task& task) {
   stow->held = lacking.size() < tiers_.size();
   const std::shared_ptr<StoreImpl> self = shared_from_this();
   for (const std::size_t i : lacking) {
-    WriteRequest request{id_in(i), image, bytes, job.deadline, {}};
+    WriteRequest request{id_in(i), image, bytes, job.deadline, cancelled_by(task.job), {}};
     if (i == lacking.back()) image = nullptr;  // who sees the put done can have the memory
     request.done = [self, stow](Outcome outcome) { self->wrote(stow, outcome); };
     tiers_[i]->write(std::move(request));
@@ -63,7 +63,7 @@ void StoreImpl::fill(const JobState& job, std::size_t chunk, const Shape& shape,
     if (shape.form->has_heads) build.plan.heads = RangePair{job.heads.cache_first, 0, job.heads.count};
     plan::Program program(plan::recipe_for("put", *job.cache, shape.form->cache, std::move(build)));
     program.bind_tokens(job.blocks_of(chunk), std::array<std::int64_t, 1>{0}, {0, 0, space_.fields().block_size});
-    program.move_destination(payload, Form::nominal());
+    program.move_destination(payload, plan::nominal());
     program.run_here(false);  // it is hashed next
   }
   shape.frame.seal(image, job.keys[chunk]);

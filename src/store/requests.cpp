@@ -6,6 +6,7 @@
 #include <system_error>
 
 #include "kvstride/error.h"
+#include "plan/program.h"
 #include "store/store_impl.h"
 
 namespace kvstride::store {
@@ -110,11 +111,7 @@ Job StoreImpl::transfer(const char* name, Verb verb, std::span<const Key> keys, 
   }
   const std::int64_t limit = cache.layout().geometry().num_blocks;
   for (std::size_t i = 0; i < out->blocks.size(); ++i) {
-    if (out->blocks[i] < 0 || out->blocks[i] >= limit) {
-      throw Error(ErrorCode::kBlockIndex,
-                  fmt::format("{}: block id {} in blocks[{}] is outside the cache (num_blocks is {})", name,
-                              out->blocks[i], i, limit));
-    }
+    plan::check_block_id(name, "blocks", i, out->blocks[i], limit, "cache");
   }
   if (verb == Verb::kGet) {
     if (cache.read_only()) throw Error(ErrorCode::kArgument, fmt::format("{}: the cache is read-only", name));
@@ -160,6 +157,13 @@ Job StoreImpl::transfer_bytes(const char* name, Verb verb, std::span<const Key> 
   std::shared_ptr<JobState> out = job(verb, keys, options);
   out->from = std::move(from);
   out->to = std::move(to);
+  return submit(std::move(out));
+}
+
+Job StoreImpl::prefetch(std::span<const Key> keys, const std::optional<Range>& heads, const RequestOptions& options) {
+  const Heads wanted = want(heads);
+  std::shared_ptr<JobState> out = job(Verb::kPrefetch, keys, options);
+  if (!space_.fields().raw) out->heads = {0, wanted.first, wanted.count};
   return submit(std::move(out));
 }
 

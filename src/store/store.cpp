@@ -207,6 +207,10 @@ std::int64_t Store::lookup_prefix(std::span<const Key> keys, std::optional<Range
   return static_cast<std::int64_t>(impl_->lookup(keys, impl_->want(heads), true, ask, found));
 }
 
+Job Store::prefetch(std::span<const Key> keys, std::optional<Range> heads, const RequestOptions& options) {
+  return impl_->prefetch(keys, heads, options);
+}
+
 Pins Store::pin(std::span<const Key> keys) {
   impl_->check_open("pin");
   auto out = std::make_unique<store::PinsImpl>();

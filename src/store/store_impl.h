@@ -78,6 +78,9 @@ struct Shape {
   Frame frame;
 };
 
+/// For tiers: whether the job was cancelled.
+inline Cancelled cancelled_by(const std::shared_ptr<JobState>& job) { return {job, &job->cancelled}; }
+
 /// Bytes from which on a chunk is written past the caches: more than a core's own cache holds.
 constexpr std::int64_t kStreamed = 1 << 20;
 
@@ -106,6 +109,7 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   Job transfer_bytes(const char* name, Verb verb, std::span<const Key> keys,
                      std::vector<std::span<const std::byte>> from, std::vector<std::span<std::byte>> to,
                      const RequestOptions& options);
+  Job prefetch(std::span<const Key> keys, const std::optional<Range>& heads, const RequestOptions& options);
   /// What a reader of all, or of `heads`, needs.
   Heads want(const std::optional<Range>& heads) const;
   std::size_t lookup(std::span<const Key> keys, Heads heads, bool prefix, bool ask, std::vector<std::uint8_t>& out);
@@ -152,12 +156,15 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   // Gets.
   Begun begin_get(const std::shared_ptr<Fetch>& fetch);
   bool choose(Fetch& fetch);
+  bool ask_far(JobState& job);
   void plan_reads(Fetch& fetch);
   void arrived(const std::shared_ptr<Fetch>& fetch);
   void finish_get(const std::shared_ptr<Fetch>& fetch);
   void give_up(Fetch& fetch);
   void deliver(Fetch& fetch, const std::vector<std::shared_ptr<const Shape>>& shapes);
+  void keep(Fetch& fetch);
   void promote(Fetch& fetch);
+  bool may_promote(const JobState& job) const { return options_.promote || job.verb == Verb::kPrefetch; }
 
   std::shared_ptr<const Shape> shape_for(const JobState& job, std::size_t chunk, Heads heads);
   std::shared_ptr<const Shape> shape_of(const Reading& reading, const Key& key);

@@ -5,6 +5,7 @@
 #include <sys/types.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -25,8 +26,15 @@ class Buffer {
   virtual ~Buffer() = default;
   std::byte* data() const { return data_; }
   std::int64_t bytes() const { return bytes_; }
-  /// The tier it came from.
+  /// The tier, or the tier's memory, that it came from.
   const void* home() const { return home_; }
+
+  /// All the memory that buffers of its home lie in, and what keeps that.
+  struct Region {
+    std::span<std::byte> bytes;
+    std::shared_ptr<const void> owner;
+  };
+  virtual Region region() const = 0;
 
  protected:
   Buffer(std::byte* data, std::int64_t bytes, const void* home) : data_(data), bytes_(bytes), home_(home) {}
@@ -44,6 +52,10 @@ struct Piece {
   std::int64_t bytes = 0;  ///< of the image, whole pages
 };
 
+/// Nobody wants it any more: what the tier has not started is refused. Null: it is always wanted.
+using Cancelled = std::shared_ptr<const std::atomic<bool>>;
+inline bool is_cancelled(const Cancelled& cancelled) { return cancelled && cancelled->load(); }
+
 struct ReadResult {
   Outcome outcome = Outcome::kMiss;  ///< with `bytes`: it is there, but longer or shorter than was known
   BufferPtr image;                   ///< with the ranges that were asked for at their places
@@ -54,6 +66,7 @@ struct ReadRequest {
   std::vector<Bytes> ranges;  ///< whole pages, ascending, apart; none: the whole image
   BufferPtr into;             ///< may be left out where the tier lends() its memory
   Clock::time_point deadline;
+  Cancelled cancelled;
   std::function<void(ReadResult)> done;  ///< called once, from any thread, perhaps before read() returns
 };
 struct WriteRequest {
@@ -61,6 +74,7 @@ struct WriteRequest {
   BufferPtr image;
   std::int64_t bytes = 0;  ///< whole pages
   Clock::time_point deadline;
+  Cancelled cancelled;
   std::function<void(Outcome)> done;  ///< as above; the tier has let go of `image` unless it keeps it
 };
 
@@ -86,6 +100,9 @@ class Tier {
   /// time from `begin` on; with `prefix` up to the first that nobody has. Whether pieces() knows more now.
   virtual bool probe(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix,
                      Clock::time_point begin) = 0;
+
+  /// An answer of probe() takes a journey: it is asked once about all keys of a request, not about one after the other.
+  virtual bool far() const { return false; }
 
   /// Whether images in this tier's memory are read without a copy; read() then needs no `into`.
   virtual bool lends() const { return false; }

@@ -14,10 +14,12 @@ namespace kvstride::store {
 void StoreImpl::end(JobState& job, std::size_t chunk, Stage stage, Outcome outcome) {
   if (!job.claim(chunk, stage)) return;
   // Counted first: who sees the job done sees it counted.
-  const bool put = is_put(job.verb);
-  const auto first = static_cast<std::size_t>(put ? Tally::kPutOk : Tally::kGetOk);
-  tallies_[first + static_cast<std::size_t>(outcome)].fetch_add(1, std::memory_order_relaxed);
-  (put ? put_seconds_ : get_seconds_).add(Clock::now() - job.start);
+  if (job.verb != Verb::kPrefetch) {
+    const bool put = is_put(job.verb);
+    const auto first = static_cast<std::size_t>(put ? Tally::kPutOk : Tally::kGetOk);
+    tallies_[first + static_cast<std::size_t>(outcome)].fetch_add(1, std::memory_order_relaxed);
+    (put ? put_seconds_ : get_seconds_).add(Clock::now() - job.start);
+  }
   job.settle(chunk, outcome);
 }
 
@@ -180,6 +182,7 @@ StoreImpl::Begun StoreImpl::begin(const Task& task) {
     auto fetch = std::make_shared<Fetch>();
     fetch->job = task.job;
     fetch->chunk = task.chunk;
+    fetch->everything = job.verb == Verb::kPrefetch;
     return begin_get(fetch);
   } catch (...) {  // no memory
     end(job, task.chunk, Stage::kQueued, Outcome::kRefused);

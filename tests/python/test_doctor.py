@@ -635,7 +635,7 @@ def test_a_table_for_people_and_json_for_programs(tmp_path, capsys, monkeypatch)
     out, error = capsys.readouterr()
     found = json.loads(out)
     assert found["ok"] is True and error == ""
-    assert [c["check"] for c in found["checks"]] == [n for n, _ in doctor.CHECKS if n not in ("model",)]
+    assert [c["check"] for c in found["checks"]] == [n for n, _ in doctor.CHECKS if n not in ("model", "remote")]
     assert all(set(c) == {"check", "result", "text", "advice", "details", "facts"} for c in found["checks"])
     assert doctor.main(given) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -34,7 +34,7 @@ const char* name_of(Answer answer);
 struct FindItem {
   std::string name;
   Answer answer = Answer::kLate;
-  std::int64_t bytes = -1;  ///< with kOk; -1: the engine does not tell
+  std::int64_t bytes = -1;  ///< with kOk
 };
 
 struct ReadItem {
@@ -83,6 +83,8 @@ class Engine {
   virtual const char* kind() const = 0;
   /// Where, for people: no password.
   virtual std::string detail() const = 0;
+  /// What went wrong last, one line for people, without secrets; empty: nothing has.
+  virtual std::string trouble() const { return ""; }
   /// The longest object.
   virtual std::int64_t largest() const = 0;
   /// Whether a range of an object is read without the rest.

@@ -53,6 +53,7 @@ class RedisEngine final : public Engine {
 
   const char* kind() const override { return "redis"; }
   std::string detail() const override { return detail_; }
+  std::string trouble() const override { return client_.trouble(); }
   std::int64_t largest() const override { return options_.largest; }
   bool reads_ranges() const override { return true; }
   int num_threads() const override { return num_threads_; }
@@ -239,7 +240,7 @@ class RedisEngine final : public Engine {
   const std::string detail_;
   const int num_threads_;
   const Options options_;
-  Client client_;
+  mutable Client client_;
 };
 
 bool RedisEngine::take_page(const redisReply& page, std::string& cursor, const std::string& folder,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "store/remote/redis_client.h"
 
+#include <fmt/format.h>
 #include <poll.h>
 
 #include <algorithm>
@@ -107,7 +108,7 @@ class Client::Exchange {
         if (!lane.busy() || (!lane.connection && !open(lane))) continue;
         send(lane);
         if (!lane.sends && lane.awaited.empty()) {  // all that came before it closed
-          fail(lane, Answer::kBroken);
+          fail(lane, Answer::kBroken, "closed the connection");
           continue;
         }
         const bool out = lane.stage == Lane::Stage::kConnecting || (lane.sends && lane.connection->sends());
@@ -162,7 +163,11 @@ class Client::Exchange {
     while (!lane.connection && lane.num_tried < lane.addresses.size()) {
       lane.connection = Connection::open(lane.addresses[lane.num_tried++], lane.node.port);
     }
-    if (!lane.connection) fail(lane, Clock::now() < deadline_ ? Answer::kBroken : Answer::kLate);
+    if (!lane.connection) {
+      const bool late = Clock::now() >= deadline_;
+      const char* what = late ? "late" : lane.addresses.empty() ? "no such host" : "cannot be connected to";
+      fail(lane, late ? Answer::kLate : Answer::kBroken, what);
+    }
     return lane.connection != nullptr;
   }
 
@@ -215,7 +220,9 @@ class Client::Exchange {
       Reply reply;
       const auto got = lane.connection->receive(string ? &requests_[i].into : nullptr, reply);
       if (got == Connection::Got::kLater) return;
-      if (got == Connection::Got::kBroken) return fail(lane, Answer::kBroken);
+      if (got == Connection::Got::kBroken) {
+        return fail(lane, Answer::kBroken, "closed the connection, or sent what is no reply");
+      }
       lane.awaited.pop_front();
       const bool sound = i == Lane::kOk ? take_ok(lane, reply) : take(lane, i, std::move(reply));
       if (!sound) return;
@@ -227,7 +234,8 @@ class Client::Exchange {
     const bool greeting = lane.stage == Lane::Stage::kGreeting;
     if (reply.type() != REDIS_REPLY_STATUS) {
       const bool error = reply.type() == REDIS_REPLY_ERROR;
-      fail(lane, error && greeting ? answer_of_greeting(reply.text()) : Answer::kBroken);
+      fail(lane, error && greeting ? answer_of_greeting(reply.text()) : Answer::kBroken,
+           error ? reply.text() : "sent another kind of reply");
       return false;
     }
     if (greeting && lane.awaited.empty()) lane.stage = Lane::Stage::kOpen;
@@ -241,7 +249,7 @@ class Client::Exchange {
     if (reply.type() != REDIS_REPLY_ERROR) {
       const bool sound = fits(request.expect, reply);
       request.reply = std::move(reply);
-      if (!sound) fail(lane, Answer::kBroken);
+      if (!sound) fail(lane, Answer::kBroken, "sent another kind of reply");
       settle(i, sound ? Answer::kOk : Answer::kBroken);
       return sound;
     }
@@ -253,12 +261,14 @@ class Client::Exchange {
         request.num_redirects++ < kMostRedirects) {
       route(i, redirect->to, redirect->ask);
     } else {
+      client_.note(lane.node, error);
       settle(i, answer_of(error));
     }
     return true;
   }
 
-  void fail(Lane& lane, Answer answer) {
+  void fail(Lane& lane, Answer answer, std::string_view what) {
+    client_.note(lane.node, what);
     lane.failed = answer;
     lane.connection.reset();
     if (map_.cluster) client_.distrust();
@@ -272,7 +282,10 @@ class Client::Exchange {
   void end() {
     for (auto& [node, lane] : lanes_) {
       const bool clean = lane.connection && lane.stage == Lane::Stage::kOpen && lane.sends && !lane.busy();
-      if (lane.busy() && map_.cluster && !stopped_) client_.distrust();
+      if (lane.busy() && !stopped_) {
+        client_.note(node, "late");
+        if (map_.cluster) client_.distrust();
+      }
       if (clean && lane.connection->quiet()) client_.give(node, std::move(lane.connection));
       lane.connection.reset();
     }
@@ -408,6 +421,23 @@ void Client::give(const Node& node, std::unique_ptr<Connection> connection) {
     idle.push_back(std::move(connection));
   }
   if (idle.empty()) idle_.erase(node);
+}
+
+std::string Client::trouble() {
+  const std::lock_guard lock(mutex_);
+  return trouble_;
+}
+
+/// Servers repeat what they did not understand, a password too.
+void Client::note(const Node& node, std::string_view what) {
+  std::string text = fmt::format("{}:{}: {}", node.host, node.port, what.substr(0, 200));
+  if (!settings_.password.empty() && what.find(settings_.password) != std::string_view::npos) {
+    text = fmt::format("{}:{}: an error that names the password", node.host, node.port);
+  }
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return c < 0x20 || c > 0x7E; }, '?');
+  const std::lock_guard lock(mutex_);
+  trouble_ = std::move(text);
 }
 
 void Client::distrust() {

@@ -56,6 +56,8 @@ class Client {
   void run(std::span<Request> requests, Clock::time_point deadline, const Answered& answered);
   /// All that have keys; none and why.
   std::vector<Node> masters(Clock::time_point deadline, Answer& why);
+  /// What went wrong last, and where: one line without the password.
+  std::string trouble();
 
  private:
   class Exchange;
@@ -66,6 +68,7 @@ class Client {
   std::unique_ptr<Connection> take(const Node& node);
   void give(const Node& node, std::unique_ptr<Connection> connection);
   void distrust();
+  void note(const Node& node, std::string_view what);
 
   const Settings settings_;
   std::mutex mutex_;
@@ -73,6 +76,7 @@ class Client {
   bool stale_ = false;  ///< the map may be
   Clock::time_point next_ask_{};
   std::minstd_rand dice_;
+  std::string trouble_;
   std::map<Node, std::vector<std::unique_ptr<Connection>>> idle_;
 };
 

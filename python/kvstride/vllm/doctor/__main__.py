@@ -25,6 +25,7 @@ from .directory import check_directory, check_file_system, check_room
 from .finding import Finding, Result, Setup, counted, fail, printable
 from .installation import check_backends, check_hashes, check_kvstride, check_plugin, check_vllm
 from .memory import check_leftovers, check_memory
+from .remote import check_remote
 from .speed import check_speed
 from .stored import check_model, check_stored
 
@@ -43,11 +44,12 @@ CHECKS: tuple[tuple[str, Callable[[Setup], Finding | None]], ...] = (
     ("room", check_room),
     ("speed", check_speed),
     ("stored", check_stored),
+    ("remote", check_remote),
 )
 
 _ABOUT = "Check an installation and a configuration of vLLM's offloading before serving (docs/vllm.md)."
-_FOOTER = """Nothing is changed: a trial of at most 128 MiB is written into the directory and removed. It may run beside
-engines that use the same directory.
+_FOOTER = """Nothing is changed: a trial of at most 128 MiB is written into the directory and removed, one of
+8 MiB in a remote engine. It may run beside engines that use the same directory.
 
 Exit codes: 0 nothing failed (warnings may be there), 2 bad usage or a configuration that cannot be read
 (one line on stderr), 5 a check failed, 130 interrupted."""

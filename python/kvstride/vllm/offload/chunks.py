@@ -23,7 +23,13 @@ class GroupStore:
     """The store of one KV cache group: portable chunks, or rows as they are, each one record of bytes."""
 
     def __init__(
-        self, tier: kv.DirectoryTier, rows: np.ndarray, about: Rows, group: Group, blocks: int, options: TierOptions
+        self,
+        tiers: list[kv.Tier],
+        rows: np.ndarray,
+        about: Rows,
+        group: Group,
+        blocks: int,
+        options: TierOptions,
     ) -> None:
         self.group = group
         page = group.portable
@@ -33,7 +39,8 @@ class GroupStore:
         )
         self._cache = kv.Cache(_from_page(rows, page.first if page else 0, layout), layout)
         self.space = _namespace(about, group, layout)
-        self.store = kv.Store([tier], namespace=self.space, deadline=options.deadline)
+        # vLLM's rows are free as soon as the directory has a chunk: the remote engine gets it behind their backs.
+        self.store = kv.Store(tiers, namespace=self.space, deadline=options.deadline, write_behind=len(tiers) > 1)
 
     def move(self, keys: list[bytes], rows: np.ndarray, load: bool) -> kv.Job:
         """Start a get into, or a put from, these rows."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -14,6 +14,8 @@ EVENTS = "vllm:kvstride_directory_events"
 USED = "vllm:kvstride_directory_used_bytes"
 CAPACITY = "vllm:kvstride_directory_capacity_bytes"
 HELD = "vllm:kvstride_directory_chunks"
+REMOTE_EVENTS = "vllm:kvstride_remote_events"
+REMOTE_KNOWN = "vllm:kvstride_remote_known_chunks"
 
 
 def definitions() -> dict[str, Any]:
@@ -27,6 +29,11 @@ def definitions() -> dict[str, Any]:
             documentation="What happened in the directory, by kind: docs/store.md, a tier's counters.",
             labelnames=("event",),
         ),
+        REMOTE_EVENTS: OffloadingCounterMetadata(
+            documentation="What happened in the remote engine, by kind: docs/store.md, a tier's counters.",
+            labelnames=("event",),
+        ),
+        REMOTE_KNOWN: OffloadingGaugeMetadata(documentation="Objects that this process knows in the remote engine."),
         USED: OffloadingGaugeMetadata(documentation="Bytes of all files in the directory."),
         CAPACITY: OffloadingGaugeMetadata(documentation="The directory's limit in bytes."),
         HELD: OffloadingGaugeMetadata(documentation="Files that this process knows in the directory."),
@@ -38,26 +45,31 @@ class Stats:
 
     def __init__(self) -> None:
         self._chunks: dict[tuple[str, str], int] = {}
-        self._told: dict[str, int] = {}
+        self._told: dict[tuple[str, str], int] = {}
 
     def count(self, verb: str, outcome: str, number: int = 1) -> None:
         """The outcome of so many chunks."""
         self._chunks[verb, outcome] = self._chunks.get((verb, outcome), 0) + number
 
-    def take(self, tier: Mapping[str, Any] | None) -> Any:
-        """All of it, with a directory's metrics where they are given; None where there is nothing."""
-        if tier is None and not self._chunks:
+    def take(self, tiers: Sequence[Mapping[str, Any]] | None) -> Any:
+        """All of it, with metrics of the directory, and of a tier below it, where they are given; None where there is
+        nothing."""
+        if tiers is None and not self._chunks:
             return None
         out = OffloadingConnectorStats()
         for labels, number in self._chunks.items():
             out.increase_counter(CHUNKS, number, labels)
         self._chunks = {}
-        if tier is None:
+        if tiers is None:
             return out
-        for name, number in tier["counters"].items():
-            if number > self._told.get(name, 0):
-                out.increase_counter(EVENTS, number - self._told.get(name, 0), (name,))
-                self._told[name] = number
+        for tier, events in zip(tiers, (EVENTS, REMOTE_EVENTS), strict=False):
+            for name, number in tier["counters"].items():
+                told = self._told.get((events, name), 0)
+                if number > told:
+                    out.increase_counter(events, number - told, (name,))
+                    self._told[events, name] = number
         for name, key in ((USED, "used_bytes"), (CAPACITY, "capacity_bytes"), (HELD, "chunks")):
-            out.set_gauge(name, tier[key])
+            out.set_gauge(name, tiers[0][key])
+        if len(tiers) > 1:
+            out.set_gauge(REMOTE_KNOWN, tiers[1]["chunks"])
         return out

@@ -51,6 +51,8 @@ class TierOptions:
     that other users of the group share. `engine`: 'auto', 'io_uring' or 'blocking'. `num_threads`: of I/O, 0 for the
     engine's own choice. `revision`: a commit or a fingerprint of the weights, where it cannot be found out.
     `lora_names_are_fixed`: an adapter's name never means other weights (vLLM's block hash knows the name only).
+    `remote`: the URL of an engine that several machines share, below the directory (docs/remote.md); `remote_timeout`:
+    seconds that one attempt there may take, `remote_lookup_timeout`: that a question may.
     `enable_kv_events`: tell routers what is stored and removed. `locality`: what requests and routers are told of the
     directory, 'LOCAL' or 'REMOTE'.
     """
@@ -67,6 +69,9 @@ class TierOptions:
     lora_names_are_fixed: bool = False
     enable_kv_events: bool = False
     locality: str | None = None
+    remote: str | None = None
+    remote_timeout: float = 5.0
+    remote_lookup_timeout: float = 1.0
 
     def directory(self, path: str | None = None) -> kv.DirectoryTier:
         """The store's tier with these options, in `root_dir` or at another path; ready for I/O. Raises StoreError."""
@@ -80,6 +85,12 @@ class TierOptions:
             num_threads=self.num_threads,
             prepare=True,
         )
+
+    def shared(self) -> kv.RemoteTier | None:
+        """The remote tier, if there is to be one; it connects with the first request. Raises ArgumentError."""
+        if self.remote is None:
+            return None
+        return kv.RemoteTier(self.remote, timeout=self.remote_timeout, lookup_timeout=self.remote_lookup_timeout)
 
     @staticmethod
     def parse(given: Mapping[str, Any], where: str) -> TierOptions:
@@ -226,4 +237,7 @@ _READ: dict[str, Callable[[Any, str], Any]] = {
     "lora_names_are_fixed": _flag,
     "enable_kv_events": _flag,
     "locality": _locality,
+    "remote": _text,
+    "remote_timeout": _seconds,
+    "remote_lookup_timeout": _seconds,
 }

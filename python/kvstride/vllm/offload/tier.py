@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The secondary tier `kvstride`: rows of vLLM's primary tier in a verified, bounded directory.
+"""The secondary tier `kvstride`: rows of vLLM's primary tier in a verified, bounded directory, and in a remote engine
+below it.
 
 It runs in the scheduler's process and never waits: stores and loads are jobs of the store, and keys that only the file
 system knows are asked on a thread. What cannot be stored is dropped and counted; a chunk that is damaged, gone, slow or
@@ -78,11 +79,14 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
         self._told = 0.0
         self._events: list[Any] | None = [] if self._wants_events(offloading_spec) else None
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
+        remote = self._options.shared()  # before the directory is made: its URL may be wrong
         self._tier = self._options.directory()
+        #: The fastest first.
+        self._tiers: list[kv.Tier] = [self._tier] if remote is None else [self._tier, remote]
         blocks = offloading_spec.config.cache.blocks_per_chunk
         #: By the last four bytes of vLLM's offload keys, which are a block hash and the number of its KV cache group.
         self._groups = {
-            group.index.to_bytes(4, "big"): GroupStore(self._tier, self._rows, about, group, blocks, self._options)
+            group.index.to_bytes(4, "big"): GroupStore(self._tiers, self._rows, about, group, blocks, self._options)
             for group in about.groups
         }
         self._asker = Asker()
@@ -115,7 +119,8 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
             metrics["used_bytes"] / 1e9,
             self._options.max_bytes / 1e9,
             metrics["chunks"],
-            metrics["detail"].split(", ", 1)[-1],
+            metrics["detail"].split(", ", 1)[-1]
+            + "".join(f"; {tier.metrics()['detail']} below it" for tier in self._tiers[1:]),
             about.layout,
             ", ".join(
                 f"{g.space.hex[:12]} ({'any tensor-parallel size' if g.group.portable else 'raw: ' + g.group.raw})"
@@ -224,7 +229,8 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
         if self._events is None:
             return ()
         for suffix, group in self._groups.items():
-            gone: list[Any] = [key + suffix for key in group.store.take_gone()]
+            # What the remote engine has too has not gone.
+            gone: list[Any] = [key + suffix for key in group.store.take_gone() if not group.store.holds(key)]
             if gone:
                 self._events.append(self._event(gone, removed=True))
         out, self._events = self._events, []
@@ -239,7 +245,7 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
         if now - self._told < 1:
             return self._stats.take(None)
         self._told = now
-        return self._stats.take(self._tier.metrics())
+        return self._stats.take([tier.metrics() for tier in self._tiers])
 
     def shutdown(self) -> None:
         """End the threads and let go of the primary tier. Does nothing the second time."""
@@ -247,7 +253,8 @@ class KvstrideTier(SecondaryTierManager):  # type: ignore[misc]
         for group in self._groups.values():
             group.close()
         self._groups = {}
-        self._tier.close()
+        for tier in self._tiers:
+            tier.close()
         self._rows = None  # type: ignore[assignment]
 
 
