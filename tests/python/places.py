@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import kvstride as kv
+from servers import redis
 
 
 class Place:
@@ -96,5 +97,36 @@ class Processes(Place):
         self._signal(signal.SIGCONT)
 
 
+class Redis(Processes):
+    """One server."""
+
+    kind = "redis"
+    cluster = False
+
+    def __init__(self, folder):
+        self.servers = redis.Redis(cluster=self.cluster)
+        self.processes = self.servers.processes
+        self.address = self.servers.url()
+
+    def flip(self, space, at):
+        for number, key in self.servers.keys(f"*{space.hex}*"):
+            with self.servers.client(number) as client:
+                byte = client("GETRANGE", key, at, at)[0]
+                client("SETRANGE", key, at, bytes([byte ^ 1]))
+
+    def close(self):
+        self.go()
+        self.servers.__exit__()
+
+
+class RedisCluster(Redis):
+    """Three masters."""
+
+    kind = "redis-cluster"
+    cluster = True
+
+
 #: By name; made with a folder for files and logs.
 PLACES: dict[str, type[Place]] = {"host": Host, "directory": Directory}
+if redis.program() is not None:
+    PLACES |= {"redis": Redis, "redis-cluster": RedisCluster}
