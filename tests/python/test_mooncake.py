@@ -291,6 +291,38 @@ def test_large_transfers_keep_no_thread_of_pythons_waiting(own):
     assert ticks.worst < 0.5
 
 
+@pytest.mark.skipif(not os.environ.get("KVSTRIDE_LONG"), reason="a minute: KVSTRIDE_LONG is not set")
+def test_a_transfer_that_mooncake_gives_up_touches_memory_no_more(tmp_path):
+    """After 60 seconds it says that a transfer has failed, and goes on with it."""
+    with servers.Mooncake(tmp_path, nodes=1, segment=1 << 30, lease_ms=300_000, ttl=120) as slow:
+        memory = Memory(open_one(slow, timeout=30), 700 << 20)
+        right = content(600 << 20, 1)
+        assert memory.write("a", right, deadline=soon(100)) == "ok"
+        end = threading.Event()
+
+        def hold_up():
+            while not end.is_set():
+                slow.nodes[0].send_signal(signal.SIGSTOP)
+                time.sleep(1.2)
+                slow.nodes[0].send_signal(signal.SIGCONT)
+                time.sleep(0.004)
+
+        thread = threading.Thread(target=hold_up)
+        thread.start()
+        begin = time.monotonic()
+        answer = memory.read("a", 600 << 20, deadline=soon(200))
+        seconds = time.monotonic() - begin
+        memory.bytes[:] = 1
+        end.set()
+        thread.join()
+        if answer[0] == "ok" or seconds < 55:
+            pytest.skip(f"{answer} after {seconds:.0f} s: this machine was too fast or too slow")
+        time.sleep(5)
+        assert (memory.bytes == 1).all()
+        assert memory.read("a", 600 << 20, deadline=soon(60)) == ("ok", 600 << 20)
+        assert (memory.bytes[: 600 << 20] == right).all()
+
+
 SIZES = {"num_layers": 1, "block_size": 64, "num_kv_heads": 4, "head_size": 64}
 
 
