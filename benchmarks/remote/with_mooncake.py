@@ -25,10 +25,10 @@ os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "python"))
 
 import numpy as np
-from servers.mooncake import Mooncake
 
 import kvstride as kv
 from kvstride.remote import open_engine
+from servers.mooncake import Mooncake
 
 #: One chunk: 64 tokens of 8 layers, K and V of 4 heads of 128, bf16: 1 MiB.
 SIZES = {"num_layers": 8, "num_kv_heads": 4, "head_size": 128}
@@ -51,16 +51,20 @@ class Raw:
         self.sizes = [bytes_each] * chunks
 
     def put(self, names: list[str]) -> None:
+        """Of all its memory."""
         assert self.store.batch_put_from(names, self.places, self.sizes, self.config) == [0] * len(names)
 
     def get(self, names: list[str]) -> None:
+        """Into all its memory."""
         assert self.store.batch_get_into(names, self.places, self.sizes) == self.sizes
 
     def remove(self, names: list[str]) -> None:
+        """Makes room."""
         self.store.batch_remove(names, True)
 
 
 def timed(call: Callable[[], Any]) -> float:
+    """Seconds."""
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
