@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import kvstride as kv
+from servers import mooncake
 
 
 class Place:
@@ -96,5 +97,24 @@ class Processes(Place):
         self._signal(signal.SIGCONT)
 
 
+class Mooncake(Processes):
+    """One master and two nodes."""
+
+    kind = "mooncake"
+
+    def __init__(self, folder: Path):
+        self.servers = mooncake.Mooncake(folder)
+        self.address = self.servers.url(replicas=2, timeout=2)
+        self.processes = [self.servers.master, *self.servers.nodes]
+
+    def flip(self, space, at):
+        assert self.servers.flip(f"{space.hex}/", at) > 0
+
+    def close(self):
+        self.servers.stop()
+
+
 #: By name; made with a folder for files and logs.
 PLACES: dict[str, type[Place]] = {"host": Host, "directory": Directory}
+if mooncake.package() is not None:
+    PLACES["mooncake"] = Mooncake
