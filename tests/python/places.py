@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import kvstride as kv
-from servers import redis, swift
+from servers import mooncake, redis, swift
 
 
 class Place:
@@ -97,6 +97,24 @@ class Processes(Place):
         self._signal(signal.SIGCONT)
 
 
+class Mooncake(Processes):
+    """One master and two nodes."""
+
+    kind = "mooncake"
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self._servers = mooncake.Mooncake(folder)
+        self.address = self._servers.url(replicas=2, timeout=2)
+        self.processes = [self._servers.master, *self._servers.nodes]
+
+    def flip(self, space, at):
+        assert self._servers.flip(f"{space.hex}/", at) > 0
+
+    def close(self):
+        self._servers.stop()
+
+
 class Redis(Processes):
     """One server."""
 
@@ -169,3 +187,5 @@ if REQUIRED or redis.program() is not None:
     PLACES |= {"redis": Redis, "redis-cluster": RedisCluster}
 if REQUIRED or not swift.missing():
     PLACES["s3"] = S3
+if mooncake.package() is not None:  # a Python package, where engines are
+    PLACES["mooncake"] = Mooncake
