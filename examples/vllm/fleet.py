@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fleet on one machine: vLLM engines in network namespaces of their own share prompts through engines that others run.
+"""A fleet on one machine: vLLM engines in network namespaces of their own share prompts through others' engines.
 
-For each remote (Redis Cluster, an S3 server, Mooncake) an engine with one rank serves prompts on host `alpha`; an engine
-with two ranks on host `beta`, whose directory is empty, finds all of them in the remote, where every restored byte must
-be the writer's head slice; then, while `beta` serves once more, a node of the remote is killed with signal 9: what it
-held is computed again, and tokens are the same. Last, `alpha` serves with the node still down. A prompt that is
-computed in other parts, and two ranks, round differently: a token may only be another one where both were as likely (a
-tie). Exit code 0: everything was as it must be. Needs root, for the namespaces.
+For each remote (Redis Cluster, an S3 server, Mooncake) an engine with one rank serves prompts on host `alpha`; one with
+two ranks on host `beta`, whose directory is empty, finds all of them in the remote, where every restored byte must be
+the writer's head slice; then, while `beta` serves once more, a node of the remote is killed with signal 9: what it held
+is computed again, and tokens are the same. Last, `alpha` serves with the node still down. A prompt that is computed in
+other parts, and two ranks, round differently: a token may only be another one where both were as likely (a tie). Exit
+code 0: everything was as it must be. Needs root, for the namespaces.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "python"))
 
-from demo import BLOCK, LENGTHS, prompts
 from engines import compare, quick_dtype, run
+
+from demo import BLOCK, LENGTHS, prompts
 
 HUB, HOSTS = "10.77.0.1", {"alpha": "10.77.0.2", "beta": "10.77.0.3"}
 NOISE = 0.1

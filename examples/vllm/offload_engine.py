@@ -6,8 +6,8 @@
 JOB: `model` (a directory, see write_model), `tp`, `llm` (arguments of LLM), `extra` (kv_connector_extra_config, absent:
 no connector), `connector`, `module` (that brings it, if vLLM does not), `events` (tell KV events), `steps`.
 A step is one of {"prompt": [ids], "tokens": n, "salt": text, "adapter": directory, "digest": bool}; {"together": [such
-prompts]}, served at once; {"remove": file}; {"signal": [process]}, which is killed; {"spoil": {"how": …, "layers": …, "heads": …}}, see spoil; "reset";
-"settle"; "kill".
+prompts]}, served at once; {"remove": file}; {"signal": [process]}, which is killed; {"spoil": {"how": …, "layers": …,
+"heads": …}}, see spoil; "reset"; "settle"; "kill".
 ANSWER: what each prompt gave, in the order asked, the metrics at the end, and the events.
 """
 
@@ -165,9 +165,9 @@ def spoil(how: str, layers: int, heads: int) -> None:
             if how == "zero":
                 parts[:] = 0
             elif how == "halves":
-                parts[:] = parts[:, :, ::-1].copy()
+                parts[:] = parts.flip(2)
             elif how == "heads":
-                parts[:] = parts[:, ::-1].copy()
+                parts[:] = parts.flip(1)
             elif how == "flip":
                 parts[0, 0, 0, 101] ^= 0x40
             else:

@@ -23,6 +23,7 @@ from .blocks import core_of
 from .cache import Cache
 from .errors import ArgumentError, DTypeError, Error, StoreError
 from .identity import Key, Namespace
+from .remote import Engine, open_engine
 
 #: A number of bytes: a whole number, of type float too (8e9).
 Bytes = int | float
@@ -140,9 +141,10 @@ class DirectoryTier(Tier):
 class RemoteTier(Tier):
     """Chunks in an engine that others run, which several machines share (docs/remote.md).
 
-    `url` names it: `s3://bucket/prefix?endpoint=…`, `redis://host:port/db`. It connects with the first request;
-    whatever the engine does wrong is a miss, and one that fails again and again is left alone until it answers.
-    `timeout` (seconds) bounds one attempt, `retries` are made after one that failed, all within the request's deadline.
+    `url` names it: `s3://bucket/prefix?endpoint=…`, `redis://host:port/db`, `mooncake://master:port`; or it is a
+    `kvstride.remote.Engine`, which is then this tier's alone. It connects with the first request; whatever the engine
+    does wrong is a miss, and one that fails again and again is left alone until it answers. `timeout` (seconds) bounds
+    one attempt, `retries` are made after one that failed, all within the request's deadline.
     `lookup_timeout` bounds what a lookup waits for the engine's word on unknown keys; what is known to be there is
     believed for `known_for` seconds, of `known_chunks` at most. `staging_bytes` are memory for chunks on their way
     (256 MiB), `queue_bytes` bounds images of writes that wait or are under way (half of that), which keep memory of
@@ -152,7 +154,7 @@ class RemoteTier(Tier):
 
     def __init__(
         self,
-        url: str,
+        url: str | Engine,
         *,
         staging_bytes: Bytes = 0,
         queue_chunks: int = 4096,
@@ -166,7 +168,7 @@ class RemoteTier(Tier):
     ) -> None:
         super().__init__()
         self._core = _core.remote_tier(
-            _text(url, "RemoteTier: url"),
+            open_engine(_text(url, "RemoteTier: url") if isinstance(url, str) else url),
             _bytes_of(staging_bytes, "RemoteTier: staging_bytes"),
             _small(queue_chunks, "RemoteTier: queue_chunks", 1, 1 << 24),
             _bytes_of(queue_bytes, "RemoteTier: queue_bytes"),

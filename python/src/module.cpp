@@ -51,5 +51,6 @@ NB_MODULE(_core, m) {
   bind_blocks(m);
   bind_attention(m);
   bind_identity(m);
+  bind_engine(m);
   bind_store(m);
 }

@@ -54,4 +54,5 @@ void bind_detect(nb::module_& m);
 void bind_blocks(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_identity(nb::module_& m);
+void bind_engine(nb::module_& m);
 void bind_store(nb::module_& m);

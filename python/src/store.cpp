@@ -2,12 +2,11 @@
 // The store; `store.py` checks types, keeps memory alive and makes the classes that users see.
 #include "kvstride/store.h"
 
-#include <unistd.h>
-
 #include <atomic>
 
-#include "gil.h"
+#include "held.h"
 #include "module.h"
+#include "store/remote/remote_tier.h"
 
 using namespace kvstride;
 
@@ -99,34 +98,6 @@ std::optional<Range> to_range(const std::optional<std::pair<std::int64_t, std::i
   return Range{heads->first, heads->second};
 }
 
-/// What waits for threads, and so for a disk, when it ends. It ends without the interpreter's lock; in a forked child,
-/// which has none of those threads, never.
-template <typename T>
-class Held {
- public:
-  explicit Held(std::shared_ptr<T> thing) : thing_(std::move(thing)) {}
-  Held(Held&&) noexcept = default;
-  ~Held() { drop(); }
-
-  void drop() {
-    std::shared_ptr<T> thing = std::move(thing_);
-    if (!thing) return;
-    if (getpid() != pid_) {
-      new std::shared_ptr<T>(std::move(thing));
-      return;
-    }
-    const GilReleased release;
-    thing.reset();
-  }
-  T& operator*() const { return *thing_; }
-  T* operator->() const { return thing_.get(); }
-  /// Null after drop().
-  const std::shared_ptr<T>& share() const { return thing_; }
-
- private:
-  std::shared_ptr<T> thing_;
-  pid_t pid_ = getpid();
-};
 using TierHandle = Held<store::Tier>;
 using PinsHandle = Held<Pins>;
 using StoreHandle = Held<Store>;
@@ -187,11 +158,10 @@ void bind_store(nb::module_& m) {
 
   m.def(
       "remote_tier",
-      [](const std::string& url, std::int64_t staging_bytes, std::int64_t queue_chunks, std::int64_t queue_bytes,
+      [](const EngineHandle& engine, std::int64_t staging_bytes, std::int64_t queue_chunks, std::int64_t queue_bytes,
          int num_threads, std::int64_t known_chunks, double known_for, double timeout, int retries,
          double lookup_timeout) {
         RemoteTierOptions options;
-        options.url = url;
         options.staging_bytes = staging_bytes;
         options.queue_chunks = static_cast<std::size_t>(queue_chunks);
         options.queue_bytes = queue_bytes;
@@ -201,11 +171,12 @@ void bind_store(nb::module_& m) {
         options.timeout = to_time(timeout);
         options.retries = retries;
         options.lookup_timeout = to_time(lookup_timeout);
-        return TierHandle(remote_tier(options));
+        if (!engine.share()) throw Error(ErrorCode::kStore, "RemoteTier: the engine is closed");
+        return TierHandle(store::make_remote_tier(options, engine.share()));
       },
-      nb::arg("url"), nb::arg("staging_bytes"), nb::arg("queue_chunks"), nb::arg("queue_bytes"), nb::arg("num_threads"),
-      nb::arg("known_chunks"), nb::arg("known_for"), nb::arg("timeout"), nb::arg("retries"), nb::arg("lookup_timeout"),
-      nb::call_guard<GilReleased>());
+      nb::arg("engine"), nb::arg("staging_bytes"), nb::arg("queue_chunks"), nb::arg("queue_bytes"),
+      nb::arg("num_threads"), nb::arg("known_chunks"), nb::arg("known_for"), nb::arg("timeout"), nb::arg("retries"),
+      nb::arg("lookup_timeout"), nb::call_guard<GilReleased>());
 
   nb::class_<Gate>(m, "Gate").def(nb::init<>()).def("open", [](Gate& self) { self.open->store(true); });
 

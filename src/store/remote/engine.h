@@ -83,6 +83,8 @@ class Engine {
   virtual const char* kind() const = 0;
   /// Where, for people: no password.
   virtual std::string detail() const = 0;
+  /// What went wrong last, one line for people, without secrets; empty: nothing has.
+  virtual std::string trouble() const { return ""; }
   /// The longest object.
   virtual std::int64_t largest() const = 0;
   /// Whether a range of an object is read without the rest.

@@ -1,0 +1,232 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""OpenStack Swift with its S3 API on loopback, everything of it below a temporary directory.
+
+    python3 tests/servers/swift.py [--workers N] COMMAND...
+
+runs COMMAND with S3_ENDPOINT, S3_BUCKET, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY set, and stops the servers after
+it. Debian packages: apt-packages-servers.txt. Needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import getpass
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+KEY_ID, SECRET = "test:tester", "testing"
+PROGRAMS = [f"swift-{kind}-server" for kind in ("account", "container", "object", "proxy")]
+
+SERVER = """\
+[DEFAULT]
+devices = {root}/disks
+mount_check = false
+[pipeline:main]
+pipeline = {kind}-server
+[app:{kind}-server]
+use = egg:swift#{kind}
+"""
+
+PROXY = """\
+[DEFAULT]
+[pipeline:main]
+pipeline = catch_errors cache s3api tempauth copy slo dlo proxy-server
+[app:proxy-server]
+use = egg:swift#proxy
+account_autocreate = true
+allow_account_management = true
+error_suppression_interval = 1
+[filter:catch_errors]
+use = egg:swift#catch_errors
+[filter:cache]
+use = egg:swift#memcache
+memcache_servers = 127.0.0.1:{memcached}
+[filter:s3api]
+use = egg:swift#s3api
+location = us-east-1
+[filter:tempauth]
+use = egg:swift#tempauth
+user_test_tester = testing .admin
+[filter:copy]
+use = egg:swift#copy
+[filter:slo]
+use = egg:swift#slo
+[filter:dlo]
+use = egg:swift#dlo
+"""
+
+
+def missing() -> list[str]:
+    """Programs that are not installed."""
+    return [name for name in [*PROGRAMS, "swift-ring-builder", "memcached"] if shutil.which(name) is None]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def listens(port: int) -> bool:
+    """Whether somebody listens on this port."""
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+class Swift:
+    """The servers, as long as the context lasts. Processes by kind are in `processes`, objects below `disks`."""
+
+    bucket = "kvstride"
+
+    def __init__(self, workers: int = 0) -> None:
+        self.root = pathlib.Path(tempfile.mkdtemp(prefix="kvstride-swift-"))
+        self.disks = self.root / "disks"
+        self.workers = workers
+        names = ["account", "container", "object", "proxy", "memcached"]
+        self.ports = dict(zip(names, free_ports(len(names)), strict=True))
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.endpoint = f"http://127.0.0.1:{self.ports['proxy']}"
+
+    def __enter__(self) -> Swift:
+        try:
+            self._configure()
+            self._spawn(
+                "memcached",
+                ["memcached", "-l", "127.0.0.1", "-p", str(self.ports["memcached"]), "-u", getpass.getuser()],
+            )
+            for kind in ("account", "container", "object", "proxy"):
+                self.start(kind)
+            self._await_ports()
+            self._make_bucket()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a client needs."""
+        return {
+            "S3_ENDPOINT": self.endpoint,
+            "S3_BUCKET": self.bucket,
+            "AWS_ACCESS_KEY_ID": KEY_ID,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+        }
+
+    def url(self, prefix: str = "", **options: object) -> str:
+        """For kvstride."""
+        more = "".join(f"&{name}={value}" for name, value in options.items())
+        return f"s3://{self.bucket}/{prefix}?endpoint={self.endpoint}{more}"
+
+    def start(self, kind: str) -> None:
+        """A server that does not run."""
+        self._spawn(kind, [f"swift-{kind}-server", str(self.root / f"{kind}.conf")])
+
+    def kill(self, kind: str) -> None:
+        """With -9, and its children."""
+        process = self.processes.pop(kind)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def _configure(self) -> None:
+        (self.disks / "d1").mkdir(parents=True)
+        (self.root / "swift.conf").write_text("[swift-hash]\nswift_hash_path_suffix = test\n")
+        for kind in ("account", "container", "object"):
+            builder = str(self.root / f"{kind}.builder")
+            device = f"r1z1-127.0.0.1:{self.ports[kind]}/d1"
+            for arguments in (["create", "4", "1", "0"], ["add", device, "100"], ["rebalance"]):
+                subprocess.run(["swift-ring-builder", builder, *arguments], check=True, stdout=subprocess.DEVNULL)
+        for kind in ("account", "container", "object", "proxy"):
+            text = (PROXY if kind == "proxy" else SERVER).format(root=self.root, kind=kind, **self.ports)
+            common = {
+                "swift_dir": self.root,
+                "user": getpass.getuser(),
+                "bind_ip": "127.0.0.1",
+                "bind_port": self.ports[kind],
+                "workers": self.workers if kind in ("object", "proxy") else 0,
+                "log_level": "ERROR",
+            }
+            lines = "".join(f"{name} = {value}\n" for name, value in common.items())
+            (self.root / f"{kind}.conf").write_text(text.replace("[DEFAULT]\n", "[DEFAULT]\n" + lines))
+
+    def _spawn(self, kind: str, command: list[str]) -> None:
+        with (self.root / f"{kind}.log").open("ab") as log:
+            self.processes[kind] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _await_ports(self, seconds: float = 60) -> None:
+        """The proxy asks for none in vain: it would take it for broken."""
+        limit = time.monotonic() + seconds
+        for kind, port in self.ports.items():
+            while not listens(port):
+                if self.processes[kind].poll() is not None or time.monotonic() > limit:
+                    raise RuntimeError(f"{kind} does not listen\n{(self.root / f'{kind}.log').read_text()[-2000:]}")
+                time.sleep(0.1)
+
+    def _make_bucket(self, seconds: float = 60) -> None:
+        """By Swift's own protocol, as soon as all servers answer."""
+        limit = time.monotonic() + seconds
+        while True:
+            try:
+                who = {"X-Auth-User": KEY_ID, "X-Auth-Key": SECRET}
+                ask = urllib.request.Request(f"{self.endpoint}/auth/v1.0", headers=who)
+                with urllib.request.urlopen(ask, timeout=10) as reply:
+                    token, place = reply.headers["X-Auth-Token"], reply.headers["X-Storage-Url"]
+                make = urllib.request.Request(f"{place}/{self.bucket}", method="PUT", headers={"X-Auth-Token": token})
+                urllib.request.urlopen(make, timeout=10).close()
+                return
+            except (urllib.error.URLError, OSError) as error:
+                dead = [kind for kind, process in self.processes.items() if process.poll() is not None]
+                if dead or time.monotonic() > limit:
+                    logs = "".join((self.root / f"{kind}.log").read_text()[-2000:] for kind in self.processes)
+                    raise RuntimeError(f"Swift does not answer ({error}; ended: {dead})\n{logs}") from error
+                time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def swift(workers: int = 0) -> Iterator[Swift]:
+    """Swift, running. `workers`: processes of the proxy and of the object server besides the first; 0: none."""
+    with Swift(workers) as server:
+        yield server
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    if lacking := missing():
+        print(f"not installed: {', '.join(lacking)} (apt-packages-servers.txt)", file=sys.stderr)
+        return 77
+    with swift(options.workers) as server:
+        return subprocess.run(options.command, env={**os.environ, **server.environment}, check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
