@@ -58,7 +58,7 @@ class Remover {
         use(i);
       } else {
         ++removed_.failed;
-        removed_.why = store::text_of(answer);
+        removed_.why = store_.why(answer);
       }
       return !Interruption::asked();
     });
@@ -81,7 +81,7 @@ Outcome verify(const StoreArguments& given, const RemoteStore& store) {
     Answer answer = Answer::kLate;
     const std::array names{space.path_of(file)};
     store.remove(names, [&](std::size_t, Answer one) { return (answer = one, true); });
-    return answer == Answer::kOk || answer == Answer::kAbsent ? std::string() : store::text_of(answer);
+    return answer == Answer::kOk || answer == Answer::kAbsent ? std::string() : store.why(answer);
   };
   const int threads = given.threads ? threads_of(given) : std::clamp(store.engine().num_threads(), 1, 8);
   return verify_chunks(given, store, threads, given.repair ? repair : Repair(), "removed");

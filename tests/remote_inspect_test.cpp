@@ -296,7 +296,7 @@ TEST_F(RemoteInspect, BrokenCallsAreRepeatedOthersNot) {
     EXPECT_EQ(check.state, State::kUnreadable);
     EXPECT_EQ(calls["read" + name], 1);
   }
-  EXPECT_EQ(store::summarize(RemoteSpace(store_, hex(1))).why, store::text_of(Answer::kDenied));
+  EXPECT_EQ(store::summarize(RemoteSpace(store_, hex(1))).why, store_.why(Answer::kDenied));
 }
 
 TEST_F(RemoteInspect, LateAnswersEndInTime) {

@@ -39,15 +39,13 @@ void with_repetition(std::vector<Item>& items, Clock::duration pause, const Call
   }
 }
 
-}  // namespace
-
 std::string text_of(Answer answer) {
   switch (answer) {
     case Answer::kLate: return "no answer in time";
     case Answer::kAbsent: return "not there";
     case Answer::kFull: return "no room";
     case Answer::kTooLarge: return "too large";
-    case Answer::kDenied: return "denied (credentials, permissions, or no such place)";
+    case Answer::kDenied: return "denied: credentials, permissions, or no such place";
     case Answer::kBroken: return "the connection or the server failed";
     case Answer::kOk:
     case Answer::kThere: break;
@@ -55,9 +53,16 @@ std::string text_of(Answer answer) {
   return name_of(answer);
 }
 
+}  // namespace
+
 // -------------------------------------------------------------------------------------------------------- the engine
 
 RemoteStore::RemoteStore(EnginePtr engine, Patience patience) : engine_(std::move(engine)), patience_(patience) {}
+
+std::string RemoteStore::why(Answer answer) const {
+  const std::string trouble = engine_->trouble();
+  return text_of(answer) + (trouble.empty() ? "" : " (" + trouble + ")");
+}
 
 std::chrono::nanoseconds RemoteStore::ask() const {
   std::vector<FindItem> items{{"kvstride"}};
@@ -69,8 +74,7 @@ std::chrono::nanoseconds RemoteStore::ask() const {
   });
   const Answer answer = items[0].answer;
   if (answer == Answer::kOk || answer == Answer::kAbsent) return time;
-  // Only now: what went wrong may be part of it.
-  throw Error(ErrorCode::kStore, fmt::format("store: {}: {}", engine_->detail(), text_of(answer)));
+  throw Error(ErrorCode::kStore, fmt::format("store: {}: {}", where(), why(answer)));
 }
 
 Answer RemoteStore::list(const std::string& folder, const std::function<bool(const ListedObject&)>& keep,
@@ -135,10 +139,10 @@ std::vector<std::string> RemoteStore::spaces(std::string_view prefix) const {
   std::vector<ListedObject> found;
   const Answer answer = list("", keep, found);
   if (answer != Answer::kOk) {
-    throw Error(ErrorCode::kStore,
-                fmt::format("store: {}: {}", engine_->detail(),
-                            answer == Answer::kAbsent ? std::string("this engine does not list its objects")
-                                                      : "cannot be listed: " + text_of(answer)));
+    const std::string reason = answer == Answer::kAbsent
+                                   ? "this engine does not list its objects, or not without an option of its URL"
+                                   : "cannot be listed: " + why(answer);
+    throw Error(ErrorCode::kStore, fmt::format("store: {}: {}", where(), reason));
   }
   std::vector<std::string> out;
   for (const ListedObject& one : found) out.push_back(one.name.substr(0, kSpaceName));
@@ -170,7 +174,7 @@ bool RemoteSpace::list(const std::function<void(const ChunkFile&)>& use, std::ve
   };
   const auto unlisted = [&](std::string path, Answer answer) {
     whole = false;
-    stray(std::move(path), "not readable: " + text_of(answer));
+    stray(std::move(path), "not readable: " + store_.why(answer));
   };
   const auto any = [](const ListedObject&) { return true; };
   std::vector<ListedObject> found;
@@ -238,7 +242,7 @@ std::optional<Header> RemoteSpace::header(const ChunkFile& file, std::string* wh
       have = store_.engine().reads_ranges() ? std::min(wanted, file.length) : file.length;
       std::vector<ReadItem> items{{path_of(file), {{0, have}}, memory.data(), file.length}};
       store_.read(items);
-      if (items[0].answer != Answer::kOk) return refuse(text_of(items[0].answer));
+      if (items[0].answer != Answer::kOk) return refuse(store_.why(items[0].answer));
       if (items[0].found >= 0 && items[0].found != file.length) return refuse("it was replaced meanwhile");
       const std::span<const std::byte> bytes(memory.data(), static_cast<std::size_t>(have));
       wanted = std::min(header_length(bytes).value_or(0), file.length);
@@ -334,9 +338,9 @@ std::vector<Check> RemoteVerifier::check(std::span<const ChunkFile> files) {
 
 /// `item` was read from its beginning on; what is missing is read as it is needed. Throws NotRead.
 std::string RemoteVerifier::check_image(const ReadItem& item, const ChunkFile& file) {
-  const auto settle = [](const ReadItem& read) {
+  const auto settle = [&](const ReadItem& read) {
     if (read.answer == Answer::kAbsent) throw NotRead{true, {}};
-    if (read.answer != Answer::kOk) throw NotRead{false, text_of(read.answer)};
+    if (read.answer != Answer::kOk) throw NotRead{false, space_.store().why(read.answer)};
     // Somebody replaced it since it was listed.
     if (read.found >= 0 && read.found != read.bytes) throw NotRead{true, {}};
   };

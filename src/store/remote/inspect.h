@@ -25,9 +25,6 @@ struct Patience {
   Clock::duration pause = std::chrono::milliseconds(100);  ///< before a second attempt; then twice that
 };
 
-/// Why an engine did not do it, for people: `denied (credentials, permissions, or no such place)`.
-std::string text_of(Answer answer);
-
 /// All that an engine holds. What failed and may be repeated (Answer::kBroken) is tried three times. Processes may be
 /// using it: objects come and go. Thread-safe.
 class RemoteStore final : public ChunkStore {
@@ -36,6 +33,10 @@ class RemoteStore final : public ChunkStore {
 
   Engine& engine() const { return *engine_; }
   const Patience& patience() const { return patience_; }
+
+  /// Why the engine did not do it, for people: `the connection or the server failed`, with what it says
+  /// itself.
+  std::string why(Answer answer) const;
 
   /// How long one harmless question takes. Throws Error(kStore) where it is not answered.
   std::chrono::nanoseconds ask() const;
