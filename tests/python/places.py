@@ -6,9 +6,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import kvstride as kv
+import servers.redis
+import servers.swift
 
 
 class Place:
@@ -96,5 +99,77 @@ class Processes(Place):
         self._signal(signal.SIGCONT)
 
 
+class Redis(Processes):
+    kind = "redis"
+    nodes = 1
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self._servers = servers.redis.Redis(folder, nodes=self.nodes)
+        self._servers.__enter__()
+        self.processes = self._servers.processes
+        self.address = self._servers.url()
+
+    def flip(self, space, at):
+        for port in self._servers.ports:
+            cli = ["redis-cli", "-p", str(port)]
+            keys = subprocess.run([*cli, "--scan", "--pattern", f"*{space.hex}/?/*"], capture_output=True, check=True)
+            for key in keys.stdout.split():
+                byte = subprocess.run(
+                    [*cli, "--raw", "getrange", key, str(at), str(at)], capture_output=True, check=True
+                )
+                value = bytes([byte.stdout[0] ^ 1])
+                subprocess.run([*cli, "-x", "setrange", key, str(at)], input=value, capture_output=True, check=True)
+
+    def close(self):
+        self._servers.__exit__()
+
+
+class RedisCluster(Redis):
+    kind = "redis-cluster"
+    nodes = 3
+
+
+class S3(Processes):
+    kind = "s3"
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self._servers = servers.swift.Swift()
+        self._servers.__enter__()
+        os.environ |= self._servers.environment
+        self.processes = list(self._servers.processes.values())
+        self.address = self._servers.url()
+
+    def flip(self, space, at):
+        # The file that is an object, with the checksum of it that Swift keeps beside it as it was.
+        for file in self._servers.disks.rglob("*.data"):
+            data = file.read_bytes()
+            if len(data) <= at or space.hex.encode() not in data[:4096] + _name_of(file):
+                continue
+            with file.open("r+b") as f:
+                f.seek(at)
+                f.write(bytes([data[at] ^ 1]))
+
+    def _signal(self, number):
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    def close(self):
+        self._servers.__exit__()
+
+
+def _name_of(file):
+    """What Swift writes beside a file: its metadata, the object's name in it."""
+    return b"".join(os.getxattr(file, name) for name in os.listxattr(file) if "swift" in name)
+
+
 #: By name; made with a folder for files and logs.
 PLACES: dict[str, type[Place]] = {"host": Host, "directory": Directory}
+# Those whose servers are installed here; KVSTRIDE_REQUIRE_SERVERS=1: all.
+REQUIRED = bool(os.environ.get("KVSTRIDE_REQUIRE_SERVERS"))
+if REQUIRED or not servers.redis.missing():
+    PLACES |= {"redis": Redis, "redis-cluster": RedisCluster}
+if REQUIRED or not servers.swift.missing():
+    PLACES["s3"] = S3
