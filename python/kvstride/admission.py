@@ -55,8 +55,7 @@ class Admission:
             to_tenant(tenant, "Admission: bytes_of_tenant: tenant")
             _whole(size, f"bytes_of_tenant[{tenant!r:.80}]", 0, _MOST)
 
-    @property
-    def _core(self) -> _core.Admission:
+    def _to_core(self) -> _core.Admission:
         """As the library has it. Nanoseconds below 1 are 1."""
         return _core.Admission(
             int(self.min_reuse),
@@ -72,10 +71,10 @@ class Admission:
 def to_core(admission: Any, what: str) -> _core.Admission:
     """Of a tier's argument; None takes everything. Raises ArgumentError for what is no Admission."""
     if admission is None:
-        return Admission()._core
+        return Admission()._to_core()
     if not isinstance(admission, Admission):
         raise ArgumentError(f"{what} is {type(admission).__name__}, expected an Admission")
-    return admission._core
+    return admission._to_core()
 
 
 def to_tenant(value: Any, what: str) -> str:
