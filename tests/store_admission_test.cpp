@@ -176,7 +176,9 @@ TEST_F(StoreAdmission, AHostTiersChunksExpire) {
   const auto begin = Clock::now();
   EXPECT_EQ(client.put({1, 2, 3}), all(Outcome::kOk, 3));
   const bool found = client.lookup({1}).at(0);
-  if (Clock::now() - begin < 300ms) EXPECT_TRUE(found);
+  if (Clock::now() - begin < 300ms) {
+    EXPECT_TRUE(found);
+  }
   std::this_thread::sleep_for(350ms);
   const auto pins = client.store.pin(keys_of({1}));
   EXPECT_EQ(pins.found(), std::vector<bool>{false});
@@ -437,7 +439,7 @@ INSTANTIATE_TEST_SUITE_P(
                     Case{"lower_min_reuse", setup_of(20, kLru, {}, true), setup_of(60, kLru, {.min_reuse = 2}), true},
                     Case{"both", setup_of(20, kLru, {.min_reuse = 3}, true), setup_of(60, kLru, {.min_reuse = 2}),
                          true}),
-    [](const auto& info) { return std::string(info.param.name); });
+    [](const auto& one) { return std::string(one.param.name); });
 
 }  // namespace
 }  // namespace kvstride::test
