@@ -35,6 +35,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 def alike(a: dict[str, Any], b: dict[str, Any], noise: float = 0.05) -> bool:
     """Equal but for rounding: prompts that are computed in other parts, or by other numbers of ranks, differ in the
-    last bits. Logprobs are near, and where the choice is another one both were about as likely."""
-    far, fair = compare(a, b, noise)
+    last bits. Logprobs are near, and where the choice is another one both were about as likely: each of the two may be
+    off by the noise."""
+    far, fair = compare(a, b, 2 * noise)
     return far <= noise and fair
