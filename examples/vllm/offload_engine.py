@@ -165,9 +165,9 @@ def spoil(how: str, layers: int, heads: int) -> None:
             if how == "zero":
                 parts[:] = 0
             elif how == "halves":
-                parts[:] = parts[:, :, ::-1].copy()
+                parts[:] = parts.flip(2)
             elif how == "heads":
-                parts[:] = parts[:, ::-1].copy()
+                parts[:] = parts.flip(1)
             elif how == "flip":
                 parts[0, 0, 0, 101] ^= 0x40
             else:
