@@ -111,12 +111,13 @@ def test_preemption(work: Path) -> None:
     """Fewer blocks than the prompts need at once: requests lose theirs, and begin again."""
     asked = [{"prompt": p[:200], "tokens": 150} for p in PROMPTS[:6]]
     llm = {"num_gpu_blocks_override": 40, "max_num_seqs": 6}
-    # Served as they are here, without a connector: alone each would be rounded otherwise over 150 tokens.
+    # Served as they are here, without a connector. When a request loses its blocks depends on time, and with it how 150
+    # tokens are rounded: on AMX two engines without a connector were 0.12 apart.
     plain = run(work, [{"together": asked}], llm=llm)["answers"]
     for _ in range(2):
         found = run(work, [{"together": asked}, "settle"], llm=llm, extra=options(work / "preempted"))
         assert found["metrics"]["vllm:num_preemptions{}"] > 0
-        assert all(alike(a, b, 0.1) for a, b in zip(found["answers"], plain, strict=True))
+        assert all(alike(a, b, 0.2) for a, b in zip(found["answers"], plain, strict=True))
     assert sum(a["cached"] for a in found["answers"]) >= sum(min(whole(p[:200]), 160) for p in PROMPTS[:6])
 
 
