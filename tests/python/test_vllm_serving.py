@@ -111,12 +111,13 @@ def test_preemption(work: Path) -> None:
     """Fewer blocks than the prompts need at once: requests lose theirs, and begin again."""
     asked = [{"prompt": p[:200], "tokens": 150} for p in PROMPTS[:6]]
     llm = {"num_gpu_blocks_override": 40, "max_num_seqs": 6}
-    # Served as they are here, without a connector: alone each would be rounded otherwise over 150 tokens.
+    # Served as they are here, without a connector: equal to the last digit on a quiet machine. When a request loses its
+    # blocks depends on time, and with it how 150 tokens are rounded: alone and together are 0.12 apart on AMX.
     plain = run(work, [{"together": asked}], llm=llm)["answers"]
     for _ in range(2):
         found = run(work, [{"together": asked}, "settle"], llm=llm, extra=options(work / "preempted"))
         assert found["metrics"]["vllm:num_preemptions{}"] > 0
-        assert all(alike(a, b, 0.1) for a, b in zip(found["answers"], plain, strict=True))
+        assert all(alike(a, b, 0.2) for a, b in zip(found["answers"], plain, strict=True))
     assert sum(a["cached"] for a in found["answers"]) >= sum(min(whole(p[:200]), 160) for p in PROMPTS[:6])
 
 
@@ -208,11 +209,13 @@ def test_c81_sliding_windows_hit_at_every_length(work: Path) -> None:
     """A window of 64 tokens, blocks of 32: what the writer keeps is enough for the reader, at any length."""
     root = work / "windows"
     asked = [{"prompt": list(range(n, 2 * n))} for n in (33, 64, 65, 96, 97, 129, 160, 193, 255, 300, 333, 420)]
-    plain = run(work, asked, kind="gemma3")["answers"]
+    # Each prompt twice: the second time vLLM's own prefix cache has it, and as little is computed as after a load. What
+    # is computed as a whole is rounded otherwise on AMX.
+    plain = run(work, [step for step in asked for _ in range(2)], kind="gemma3")["answers"][1::2]
     run(work, [*asked, "settle"], kind="gemma3", extra=options(root))
     found = run(work, asked, kind="gemma3", extra=options(root))["answers"]
     assert [a["cached"] for a in found] == [whole(step["prompt"]) for step in asked]
-    assert all(alike(a, b, 0.1) for a, b in zip(found, plain, strict=True))
+    assert all(same(a, b) for a, b in zip(found, plain, strict=True))
 
 
 @pytest.mark.parametrize("how", ["zero", "halves", "heads", "flip"])

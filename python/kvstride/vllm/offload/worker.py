@@ -219,8 +219,8 @@ def _cache(layers: list[Any]) -> kv.Cache:
 def _allow_amx() -> None:
     """Asks the system for AMX, for this process.
 
-    vLLM's attention (0.30 to 0.32) uses it and does not ask; a product of a long prompt does, but the first prompt may
-    come from the store and have none: SIGILL.
+    vLLM's attention (0.32) uses it and does not ask; a product of a long prompt does, but the first prompt may come
+    from the store and have none: SIGILL.
     """
     import torch
 
