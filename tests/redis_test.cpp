@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <set>
 
 #include "kvstride/error.h"
@@ -82,6 +83,11 @@ Answer found(Engine& engine) {
   std::vector<FindItem> items{{"a"}};
   engine.find(items, in(10s));
   return items[0].answer;
+}
+void eventually(const std::function<bool()>& what) {
+  for (const auto end = in(10s); !what(); std::this_thread::sleep_for(1ms)) {
+    ASSERT_LT(Clock::now(), end) << "not in time";
+  }
 }
 std::string why(const std::string& url) {
   try {
@@ -249,8 +255,7 @@ TEST(RedisEngine, RangesThatAreOthers) {
 }
 
 TEST(RedisEngine, ErrorsHaveAnswers) {
-  std::string error;
-  RedisServer server([&](const Words&) { return Said{"-" + error + "\r\n"}; });
+  RedisServer server(sound);
   const EnginePtr engine = engine_of(server.url());
   const auto is = [&](const char* text) {
     server.set([text](const Words&) { return Said{std::string("-") + text + "\r\n"}; });
@@ -295,7 +300,7 @@ TEST(RedisEngine, LateReplies) {
     EXPECT_EQ(reads.items[0].answer, Answer::kLate);
     EXPECT_EQ(reads.items[1].answer, Answer::kLate);
     EXPECT_GE(reads.took, 150ms);
-    EXPECT_LT(reads.took, 1s);
+    EXPECT_LT(reads.took, 2s);
     server.set(sound);
     Reads again(4);
     std::swap(again.items[0].name, again.items[3].name);
@@ -320,12 +325,14 @@ TEST(RedisEngine, RepliesThatNobodyAskedFor) {
     return after == 0 ? Said{reply + more} : Said{reply, false, after, more};  // with it, or while it is kept
   });
   const EnginePtr engine = engine_of(server.url());
+  int calls = 0;
   for (after = 0; after < 20; after = after + 5) {
     for (int round = 0; round < 3; ++round) {
       Reads reads;
       reads.run(*engine);
       EXPECT_TRUE(reads.right(0)) << after;
-      std::this_thread::sleep_for(30ms);
+      ++calls;
+      eventually([&] { return server.num_answered() == calls; });
     }
   }
 }
@@ -349,8 +356,12 @@ TEST(RedisEngine, ServersThatAreNotThere) {
     url = server.url();
   }
   EXPECT_EQ(found(*engine_of(url)), Answer::kBroken);
-  EXPECT_EQ(found(*engine_of("redis://no-such-host.invalid/")), Answer::kBroken);
   std::vector<FindItem> items{{"a"}};
+  const auto begin = Clock::now();
+  engine_of("redis://no-such-host.invalid/")->find(items, begin + 1s);
+  EXPECT_TRUE(items[0].answer == Answer::kBroken || items[0].answer == Answer::kLate);
+  EXPECT_LT(Clock::now() - begin, 3s) << "whatever the name server does";
+  items[0].answer = Answer::kLate;
   engine_of(url)->find(items, Clock::now() - 1s);
   EXPECT_EQ(items[0].answer, Answer::kLate);
 }
@@ -364,7 +375,7 @@ TEST(RedisEngine, ConnectionsThatEndedMeanwhile) {
   const EnginePtr engine = engine_of(server.url());
   for (int i = 0; i < 5; ++i) {
     EXPECT_EQ(found(*engine), Answer::kOk);
-    std::this_thread::sleep_for(20ms);
+    eventually([&] { return server.num_open() == 0; });
   }
   EXPECT_EQ(server.num_connections(), 5);
 }
@@ -430,7 +441,6 @@ TEST(RedisEngine, FindsOutWhetherItIsACluster) {
 
 TEST(RedisEngine, FollowsRedirects) {
   RedisServer second(sound);
-  std::string host = "127.0.0.1";
   for (const std::string how : {"MOVED", "ASK"}) {
     const std::size_t before = second.commands().size();
     int port = 0;
@@ -526,7 +536,7 @@ TEST(RedisEngine, OneNodeThatHangs) {
         EXPECT_TRUE(again.right(i));
       }
     }
-    EXPECT_LT(again.took, 1s);
+    EXPECT_LT(again.took, 2s);
   }
   one.reads = true;
   Reads last(12);
