@@ -169,6 +169,21 @@ TEST(RedisEngine, ReadsManyEachIntoItsPlace) {
   for (std::size_t i = 0; i < 20; ++i) EXPECT_TRUE(reads.right(i)) << i;
 }
 
+/// What came whole while somebody was busy is taken whole, too: nobody is woken for it.
+TEST(RedisEngine, ReadsLongOnesToTheirEnd) {
+  for (const std::int64_t bytes : {(1L << 20) - 30, (1L << 20) - 9, 1L << 20, (1L << 20) + 1, 20L << 20}) {
+    RedisServer server([&](const Words& words) { return Said{bulk(object(words[1], bytes))}; });
+    const EnginePtr engine = engine_of(server.url());
+    std::vector<std::byte> memory(2 * static_cast<std::size_t>(bytes), kPoison);
+    std::vector<ReadItem> items{{"a", {{0, bytes}}, memory.data(), bytes},
+                                {"a", {{0, bytes}}, memory.data() + bytes, bytes}};
+    engine->read(items, in(5s), [](std::size_t) { std::this_thread::sleep_for(50ms); });
+    EXPECT_EQ(items[0].answer, Answer::kOk) << bytes;
+    EXPECT_EQ(items[1].answer, Answer::kOk) << bytes;
+    EXPECT_TRUE(std::all_of(memory.begin(), memory.end(), [](std::byte b) { return b == std::byte{'a'}; }));
+  }
+}
+
 /// Neither a byte of memory, nor the next call, suffers from a reply that is none.
 TEST(RedisEngine, RepliesThatAreNone) {
   const std::string half = "$4096\r\n" + object("x", 2048);

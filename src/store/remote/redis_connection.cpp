@@ -21,7 +21,7 @@
 namespace kvstride::store::redis {
 namespace {
 
-constexpr std::size_t kTurnBytes = 8 << 20;         // of one call of receive()
+constexpr std::size_t kTurnBytes = 1 << 20;         // of one call of receive()
 constexpr std::size_t kLongestReply = 32 << 20;     // of those that hiredis keeps
 constexpr std::int64_t kLongestString = 512 << 20;  // Redis' own limit, unless somebody raised it
 constexpr std::int64_t kMostElements = 1 << 20;     // of an array: hiredis allocates before it sees them
@@ -148,13 +148,14 @@ bool Connection::flush() {
 }
 
 Connection::Got Connection::receive(const std::span<std::byte>* into, Reply& reply) {
-  for (std::size_t received = 0; received < kTurnBytes;) {
+  std::size_t received = 0;
+  for (;;) {
     Got got = parse(into, reply);
-    if (got != Got::kLater) return got;
+    // Only with an empty buffer: nobody is woken for what lies in it.
+    if (got != Got::kLater || received >= kTurnBytes) return got;
     got = fill(into, received);
     if (got != Got::kReply) return got;
   }
-  return Got::kLater;
 }
 
 /// From the buffer: kLater where it is used up, or ends in the midst of something.
