@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import kvstride as kv
-from servers import redis
+from servers import mooncake, redis, swift
 
 
 class Place:
@@ -97,6 +97,24 @@ class Processes(Place):
         self._signal(signal.SIGCONT)
 
 
+class Mooncake(Processes):
+    """One master and two nodes."""
+
+    kind = "mooncake"
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self._servers = mooncake.Mooncake(folder)
+        self.address = self._servers.url(replicas=2, timeout=2)
+        self.processes = [self._servers.master, *self._servers.nodes]
+
+    def flip(self, space, at):
+        assert self._servers.flip(f"{space.hex}/", at) > 0
+
+    def close(self):
+        self._servers.stop()
+
+
 class Redis(Processes):
     """One server."""
 
@@ -126,7 +144,48 @@ class RedisCluster(Redis):
     cluster = True
 
 
+class S3(Processes):
+    kind = "s3"
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self._servers = swift.Swift()
+        self._servers.__enter__()
+        os.environ |= self._servers.environment
+        self.processes = list(self._servers.processes.values())
+        self.address = self._servers.url()
+
+    def flip(self, space, at):
+        # The file that is an object, with the checksum of it that Swift keeps beside it as it was.
+        for file in self._servers.disks.rglob("*.data"):
+            data = file.read_bytes()
+            if len(data) <= at or space.hex.encode() not in data[:4096] + _name_of(file):
+                continue
+            with file.open("r+b") as f:
+                f.seek(at)
+                f.write(bytes([data[at] ^ 1]))
+
+    def _signal(self, number):
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    def close(self):
+        self._servers.__exit__()
+
+
+def _name_of(file):
+    """What Swift writes beside a file: its metadata, the object's name in it."""
+    return b"".join(os.getxattr(file, name) for name in os.listxattr(file) if "swift" in name)
+
+
 #: By name; made with a folder for files and logs.
 PLACES: dict[str, type[Place]] = {"host": Host, "directory": Directory}
-if redis.program() is not None:
+# Those whose servers are installed here; KVSTRIDE_REQUIRE_SERVERS=1: all.
+REQUIRED = bool(os.environ.get("KVSTRIDE_REQUIRE_SERVERS"))
+if REQUIRED or redis.program() is not None:
     PLACES |= {"redis": Redis, "redis-cluster": RedisCluster}
+if REQUIRED or not swift.missing():
+    PLACES["s3"] = S3
+if mooncake.package() is not None:  # a Python package, where engines are
+    PLACES["mooncake"] = Mooncake

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenStack Swift with its S3 API on loopback, everything of it below a temporary directory.
 
-    python3 tests/servers/swift.py [--workers N] COMMAND...
+    python3 tests/python/servers/swift.py [--workers N] COMMAND...
 
 runs COMMAND with S3_ENDPOINT, S3_BUCKET, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY set, and stops the servers after
 it. Debian packages: apt-packages-servers.txt. Needs the standard library only.
