@@ -9,11 +9,13 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <functional>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -66,6 +68,9 @@ class RedisServer {
     return commands_;
   }
   int num_connections() const { return num_connections_; }
+  int num_open() const { return num_open_; }
+  /// Commands that are answered, and all that came later is sent.
+  int num_answered() const { return num_answered_; }
   std::atomic<bool> reads{true};  ///< false: what clients send stays in the kernel
 
  private:
@@ -81,9 +86,11 @@ class RedisServer {
       const int fd = ::accept(listener_, nullptr, nullptr);
       if (fd < 0) continue;
       ++num_connections_;
+      ++num_open_;
       threads_.emplace_back([this, fd] {
         serve(fd);
         ::close(fd);
+        --num_open_;
       });
     }
   }
@@ -118,6 +125,7 @@ class RedisServer {
         for (int ms = 0; ms < answer.later_ms && !stop_; ++ms)
           std::this_thread::sleep_for(std::chrono::milliseconds(1));
         if (!send(fd, answer.then)) return;
+        ++num_answered_;
       }
     }
   }
@@ -148,7 +156,7 @@ class RedisServer {
   int listener_;
   int port_ = 0;
   std::atomic<bool> stop_{false};
-  std::atomic<int> num_connections_{0};
+  std::atomic<int> num_connections_{0}, num_open_{0}, num_answered_{0};
   std::thread acceptor_;
   std::vector<std::thread> threads_;
 };

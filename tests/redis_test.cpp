@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <set>
 
 #include "kvstride/error.h"
@@ -83,6 +84,11 @@ Answer found(Engine& engine) {
   engine.find(items, in(10s));
   return items[0].answer;
 }
+void eventually(const std::function<bool()>& what) {
+  for (const auto end = in(10s); !what(); std::this_thread::sleep_for(1ms)) {
+    ASSERT_LT(Clock::now(), end) << "not in time";
+  }
+}
 std::string why(const std::string& url) {
   try {
     engine_of(url);
@@ -161,6 +167,21 @@ TEST(RedisEngine, ReadsManyEachIntoItsPlace) {
   Reads reads(20);
   reads.run(*engine);
   for (std::size_t i = 0; i < 20; ++i) EXPECT_TRUE(reads.right(i)) << i;
+}
+
+/// What came whole while somebody was busy is taken whole, too: nobody is woken for it.
+TEST(RedisEngine, ReadsLongOnesToTheirEnd) {
+  for (const std::int64_t bytes : {(1L << 20) - 30, (1L << 20) - 9, 1L << 20, (1L << 20) + 1, 20L << 20}) {
+    RedisServer server([&](const Words& words) { return Said{bulk(object(words[1], bytes))}; });
+    const EnginePtr engine = engine_of(server.url());
+    std::vector<std::byte> memory(2 * static_cast<std::size_t>(bytes), kPoison);
+    std::vector<ReadItem> items{{"a", {{0, bytes}}, memory.data(), bytes},
+                                {"a", {{0, bytes}}, memory.data() + bytes, bytes}};
+    engine->read(items, in(5s), [](std::size_t) { std::this_thread::sleep_for(50ms); });
+    EXPECT_EQ(items[0].answer, Answer::kOk) << bytes;
+    EXPECT_EQ(items[1].answer, Answer::kOk) << bytes;
+    EXPECT_TRUE(std::all_of(memory.begin(), memory.end(), [](std::byte b) { return b == std::byte{'a'}; }));
+  }
 }
 
 /// Neither a byte of memory, nor the next call, suffers from a reply that is none.
@@ -249,8 +270,7 @@ TEST(RedisEngine, RangesThatAreOthers) {
 }
 
 TEST(RedisEngine, ErrorsHaveAnswers) {
-  std::string error;
-  RedisServer server([&](const Words&) { return Said{"-" + error + "\r\n"}; });
+  RedisServer server(sound);
   const EnginePtr engine = engine_of(server.url());
   const auto is = [&](const char* text) {
     server.set([text](const Words&) { return Said{std::string("-") + text + "\r\n"}; });
@@ -295,7 +315,7 @@ TEST(RedisEngine, LateReplies) {
     EXPECT_EQ(reads.items[0].answer, Answer::kLate);
     EXPECT_EQ(reads.items[1].answer, Answer::kLate);
     EXPECT_GE(reads.took, 150ms);
-    EXPECT_LT(reads.took, 1s);
+    EXPECT_LT(reads.took, 2s);
     server.set(sound);
     Reads again(4);
     std::swap(again.items[0].name, again.items[3].name);
@@ -320,12 +340,14 @@ TEST(RedisEngine, RepliesThatNobodyAskedFor) {
     return after == 0 ? Said{reply + more} : Said{reply, false, after, more};  // with it, or while it is kept
   });
   const EnginePtr engine = engine_of(server.url());
+  int calls = 0;
   for (after = 0; after < 20; after = after + 5) {
     for (int round = 0; round < 3; ++round) {
       Reads reads;
       reads.run(*engine);
       EXPECT_TRUE(reads.right(0)) << after;
-      std::this_thread::sleep_for(30ms);
+      ++calls;
+      eventually([&] { return server.num_answered() == calls; });
     }
   }
 }
@@ -349,8 +371,12 @@ TEST(RedisEngine, ServersThatAreNotThere) {
     url = server.url();
   }
   EXPECT_EQ(found(*engine_of(url)), Answer::kBroken);
-  EXPECT_EQ(found(*engine_of("redis://no-such-host.invalid/")), Answer::kBroken);
   std::vector<FindItem> items{{"a"}};
+  const auto begin = Clock::now();
+  engine_of("redis://no-such-host.invalid/")->find(items, begin + 1s);
+  EXPECT_TRUE(items[0].answer == Answer::kBroken || items[0].answer == Answer::kLate);
+  EXPECT_LT(Clock::now() - begin, 3s) << "whatever the name server does";
+  items[0].answer = Answer::kLate;
   engine_of(url)->find(items, Clock::now() - 1s);
   EXPECT_EQ(items[0].answer, Answer::kLate);
 }
@@ -364,7 +390,7 @@ TEST(RedisEngine, ConnectionsThatEndedMeanwhile) {
   const EnginePtr engine = engine_of(server.url());
   for (int i = 0; i < 5; ++i) {
     EXPECT_EQ(found(*engine), Answer::kOk);
-    std::this_thread::sleep_for(20ms);
+    eventually([&] { return server.num_open() == 0; });
   }
   EXPECT_EQ(server.num_connections(), 5);
 }
@@ -430,7 +456,6 @@ TEST(RedisEngine, FindsOutWhetherItIsACluster) {
 
 TEST(RedisEngine, FollowsRedirects) {
   RedisServer second(sound);
-  std::string host = "127.0.0.1";
   for (const std::string how : {"MOVED", "ASK"}) {
     const std::size_t before = second.commands().size();
     int port = 0;
@@ -526,7 +551,7 @@ TEST(RedisEngine, OneNodeThatHangs) {
         EXPECT_TRUE(again.right(i));
       }
     }
-    EXPECT_LT(again.took, 1s);
+    EXPECT_LT(again.took, 2s);
   }
   one.reads = true;
   Reads last(12);

@@ -45,8 +45,7 @@ std::int64_t whole(const char* name, const std::string& text, std::int64_t least
 class RedisEngine final : public Engine {
  public:
   RedisEngine(redis::Settings settings, Options options)
-      : detail_(fmt::format("redis://{}:{}/{} {}*", settings.seed.host, settings.seed.port, settings.database,
-                            options.prefix)),
+      : detail_(fmt::format("redis://{}/{} {}*", settings.seed.text(), settings.database, options.prefix)),
         num_threads_(static_cast<int>(settings.num_connections)),
         options_(std::move(options)),
         client_(std::move(settings)) {}

@@ -435,9 +435,9 @@ std::string Client::trouble() {
 
 /// Servers repeat what they did not understand, a password too.
 void Client::note(const Node& node, std::string_view what) {
-  std::string text = fmt::format("{}:{}: {}", node.host, node.port, what.substr(0, 200));
+  std::string text = fmt::format("{}: {}", node.text(), what.substr(0, 200));
   if (!settings_.password.empty() && what.find(settings_.password) != std::string_view::npos) {
-    text = fmt::format("{}:{}: an error that names the password", node.host, node.port);
+    text = fmt::format("{}: an error that names the password", node.text());
   }
   std::replace_if(
       text.begin(), text.end(), [](unsigned char c) { return c < 0x20 || c > 0x7E; }, '?');

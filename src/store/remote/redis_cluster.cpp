@@ -22,6 +22,11 @@ bool is_text(const redisReply* reply) { return reply->type == REDIS_REPLY_STRING
 
 }  // namespace
 
+std::string Node::text() const {
+  const bool brackets = host.find(':') != std::string::npos;
+  return (brackets ? "[" + host + "]" : host) + ":" + std::to_string(port);
+}
+
 int slot_of(std::string_view key) {
   if (const std::size_t open = key.find('{'); open != std::string_view::npos) {
     const std::size_t close = key.find('}', open);

@@ -21,6 +21,7 @@ struct Node {
   std::string host;
   int port = 0;
   auto operator<=>(const Node&) const = default;
+  std::string text() const;  ///< host:port, an IPv6 address in []
 };
 
 /// CRC-16 (XModem) of the key, or of what stands between its first `{` and the `}` after it where that is not empty.

@@ -21,7 +21,7 @@
 namespace kvstride::store::redis {
 namespace {
 
-constexpr std::size_t kTurnBytes = 8 << 20;         // of one call of receive()
+constexpr std::size_t kTurnBytes = 1 << 20;         // of one call of receive()
 constexpr std::size_t kLongestReply = 32 << 20;     // of those that hiredis keeps
 constexpr std::int64_t kLongestString = 512 << 20;  // Redis' own limit, unless somebody raised it
 constexpr std::int64_t kMostElements = 1 << 20;     // of an array: hiredis allocates before it sees them
@@ -148,13 +148,14 @@ bool Connection::flush() {
 }
 
 Connection::Got Connection::receive(const std::span<std::byte>* into, Reply& reply) {
-  for (std::size_t received = 0; received < kTurnBytes;) {
+  std::size_t received = 0;
+  for (;;) {
     Got got = parse(into, reply);
-    if (got != Got::kLater) return got;
+    // Only with an empty buffer: nobody is woken for what lies in it.
+    if (got != Got::kLater || received >= kTurnBytes) return got;
     got = fill(into, received);
     if (got != Got::kReply) return got;
   }
-  return Got::kLater;
 }
 
 /// From the buffer: kLater where it is used up, or ends in the midst of something.
@@ -163,17 +164,20 @@ Connection::Got Connection::parse(const std::span<std::byte>* into, Reply& reply
     if (num_unread() == 0) return Got::kLater;
     const std::string_view unread(buffer_.data() + begin_, num_unread());
     const std::size_t line = unread.find('\n');
-    if (line == std::string_view::npos && fed_ == 0 && unread.size() < 24) return Got::kLater;  // a length in two parts
+    // The first line comes whole, and is short.
+    if (line == std::string_view::npos && fed_ == 0) {
+      return unread.size() < buffer_.size() ? Got::kLater : Got::kBroken;
+    }
     // Not further than the line goes: each reply ends with one, so that hiredis never has the next one's bytes.
     const std::size_t length = line == std::string_view::npos ? unread.size() : line + 1;
-    const std::string_view digits = length > 3 ? unread.substr(1, length - 3) : "";
-    if (unread[0] == '*' && number(digits) > kMostElements) return Got::kBroken;
-    if (into != nullptr && fed_ == 0 && unread[0] == '$' && unread.substr(0, length).ends_with("\r\n") &&
-        number(digits) >= 0) {
-      payload_ = number(digits);
+    const std::string_view rest = length > 3 ? unread.substr(1, length - 3) : "";
+    if (unread[0] == '*' && (into != nullptr || number(rest) > kMostElements)) return Got::kBroken;
+    if (into != nullptr && unread[0] == '$' && rest != "-1") {
+      payload_ = number(rest);
       taken_ = 0;
       begin_ += length;
-      if (payload_ > std::max(kLongestString, static_cast<std::int64_t>(into->size()))) return Got::kBroken;
+      const std::int64_t most = std::max(kLongestString, static_cast<std::int64_t>(into->size()));
+      if (payload_ < 0 || payload_ > most || !unread.substr(0, length).ends_with("\r\n")) return Got::kBroken;
       break;
     }
     fed_ += length;
