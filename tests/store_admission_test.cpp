@@ -449,7 +449,7 @@ INSTANTIATE_TEST_SUITE_P(
                     Case{"lower_budget", setup_of(20, kS3Fifo, {}, true),
                          setup_of(60, kS3Fifo, {.write_bytes_a_day = kNothing, .write_burst_bytes = 80 * kImage})},
                     Case{"lower_min_reuse", setup_of(20, kLru, {}, true), setup_of(60, kLru, {.min_reuse = 2}), true},
-                    Case{"both", setup_of(20, kLru, {.min_reuse = 2}, true), setup_of(60, kLru, {.min_reuse = 2}),
+                    Case{"both", setup_of(20, kLru, {.min_reuse = 2}, true), setup_of(60, kLru, {.min_reuse = 3}),
                          true}),
     [](const auto& one) { return std::string(one.param.name); });
 
