@@ -176,9 +176,7 @@ TEST_F(StoreAdmission, AHostTiersChunksExpire) {
   const auto begin = Clock::now();
   EXPECT_EQ(client.put({1, 2, 3}), all(Outcome::kOk, 3));
   const bool found = client.lookup({1}).at(0);
-  if (Clock::now() - begin < 300ms) {
-    EXPECT_TRUE(found);
-  }
+  EXPECT_TRUE(found || Clock::now() - begin >= 300ms);
   std::this_thread::sleep_for(350ms);
   const auto pins = client.store.pin(keys_of({1}));
   EXPECT_EQ(pins.found(), std::vector<bool>{false});
@@ -338,23 +336,39 @@ struct Case {
   bool host_below = false;  ///< the lower tier is host memory: what goes there is there at once
 };
 
-/// Prompts with shared beginnings: ids of chunks, each of which stands for all that is before it.
-simulate::Batch trace_of(int requests) {
+void PrintTo(const Case& given, std::ostream* out) { *out << given.name; }
+
+/// Prompts with shared beginnings: ids of chunks, each of which stands for all that is before it. `single`: each chunk
+/// is a request of its own. (The simulation tells tiers of all asks of a request before anything moves, the store of
+/// each chunk when its turn comes: what the first of them drives out of the host tier may be asked for by the next.)
+simulate::Batch trace_of(int requests, bool single) {
   std::mt19937_64 random(seed());
   simulate::Batch out;
-  for (int i = 0; i < requests; ++i) {
+  const auto add = [&](std::size_t first) {
     simulate::Request request;
-    request.time = i;
-    request.first_id = out.ids.size();
-    // A few popular beginnings, many endings.
-    const std::uint64_t prompt = random() % (1 + random() % 12);
-    const std::uint64_t shared = 1 + prompt % 3;
-    for (std::uint64_t k = 0; k < shared; ++k) out.ids.push_back(prompt << 16 | k);
-    const std::uint64_t ending = 1 + random() % (1 + random() % 60);
-    for (std::uint64_t k = 0; k < random() % 3; ++k) out.ids.push_back(prompt << 16 | ending << 4 | k);
-    request.num_ids = out.ids.size() - request.first_id;
+    request.time = static_cast<std::int64_t>(out.requests.size());
+    request.first_id = first;
+    request.num_ids = out.ids.size() - first;
     request.input_tokens = static_cast<std::int64_t>(request.num_ids);
     out.requests.push_back(request);
+  };
+  for (int i = 0; i < requests; ++i) {
+    const std::size_t first = out.ids.size();
+    // A few popular beginnings, many endings.
+    const std::uint64_t prompt = random() % (1 + random() % 12);
+    for (std::uint64_t k = 0; k < 1 + prompt % 3; ++k) out.ids.push_back(prompt << 16 | k);
+    const std::uint64_t ending = 1 + random() % (1 + random() % 60);
+    for (std::uint64_t k = random() % 3; k > 0; --k) out.ids.push_back(prompt << 16 | ending << 4 | (3 - k));
+    if (!single) {
+      add(first);
+      continue;
+    }
+    const std::vector<std::uint64_t> ids(out.ids.begin() + static_cast<std::ptrdiff_t>(first), out.ids.end());
+    out.ids.resize(first);
+    for (const std::uint64_t id : ids) {
+      out.ids.push_back(id);
+      add(out.ids.size() - 1);
+    }
   }
   return out;
 }
@@ -363,7 +377,7 @@ class StoreBesideSimulation : public StoreAdmission, public testing::WithParamIn
 
 TEST_P(StoreBesideSimulation, HitsWritesAndRefusalsAreTheSame) {
   const Case& given = GetParam();
-  const simulate::Batch batch = trace_of(many(400, 4000));
+  const simulate::Batch batch = trace_of(many(400, 4000), given.host_below);
   simulate::Setup setup;
   setup.block_tokens = setup.chunk_tokens = 1;
   setup.bytes_per_token = static_cast<std::int64_t>(kBytes);
@@ -394,16 +408,11 @@ TEST_P(StoreBesideSimulation, HitsWritesAndRefusalsAreTheSame) {
     for (const simulate::Request& request : batch.requests) {
       std::vector<int> numbers;
       for (const std::uint64_t id : batch.ids_of(request)) numbers.push_back(static_cast<int>(id));
-      const auto found = static_cast<std::size_t>(client.store.lookup_prefix(keys_of(numbers)));
+      std::size_t found = 0;
+      while (found < numbers.size() && client.get({numbers[found]}) == kOk) ++found;
       hits += static_cast<std::int64_t>(found);
-      for (std::size_t i = 0; i < numbers.size(); ++i) {
-        if (i < found) {
-          ASSERT_EQ(client.get({numbers[i]}), kOk);
-        } else {
-          client.put({numbers[i]});
-        }
-        ASSERT_TRUE(client.store.flush(10s));
-      }
+      for (std::size_t i = found; i < numbers.size(); ++i) client.put({numbers[i]});
+      ASSERT_TRUE(client.store.flush(10s));
     }
   }
   EXPECT_EQ(hits, expected.hits);
@@ -419,7 +428,10 @@ TEST_P(StoreBesideSimulation, HitsWritesAndRefusalsAreTheSame) {
     EXPECT_EQ(counter(tiers[i], "not_admitted_seldom"), right.refused_seldom);
     EXPECT_EQ(counter(tiers[i], "not_admitted_budget"), right.refused_budget);
     EXPECT_EQ(tier_metrics(*tiers[i]).chunks, right.entries);
+    EXPECT_GT(right.hits, 0) << "the trace shows something";
   }
+  EXPECT_GT(expected.tiers[0].evictions, 0);
+  EXPECT_EQ(expected.tiers[1].demotions > 0, given.host_below);
   EXPECT_EQ(counter(upper, "demotions"), expected.tiers[1].demotions);
 }
 
@@ -437,7 +449,7 @@ INSTANTIATE_TEST_SUITE_P(
                     Case{"lower_budget", setup_of(20, kS3Fifo, {}, true),
                          setup_of(60, kS3Fifo, {.write_bytes_a_day = kNothing, .write_burst_bytes = 80 * kImage})},
                     Case{"lower_min_reuse", setup_of(20, kLru, {}, true), setup_of(60, kLru, {.min_reuse = 2}), true},
-                    Case{"both", setup_of(20, kLru, {.min_reuse = 3}, true), setup_of(60, kLru, {.min_reuse = 2}),
+                    Case{"both", setup_of(20, kLru, {.min_reuse = 2}, true), setup_of(60, kLru, {.min_reuse = 3}),
                          true}),
     [](const auto& one) { return std::string(one.param.name); });
 
