@@ -132,7 +132,8 @@ class PythonEngine final : public Engine {
 
   ~PythonEngine() override {
     const InPython python(calls_);
-    if (!python) return;  // the interpreter's memory goes with the process
+    if (!python) return;         // the interpreter's memory goes with the process
+    const nb::error_scope kept;  // an exception may be what lets go of the engine
     run("close", [&] { nb::handle(engine_).attr("close")(); });
     nb::handle(engine_).dec_ref();
   }
