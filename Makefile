@@ -9,6 +9,7 @@ SHELL := bash
 PYTHON ?= python3
 VLLM_RELEASE ?= 0.32.0
 MODELOPT_RELEASE ?= 0.47.0
+MOONCAKE_RELEASE ?= 0.3.13.post1
 # Older ones on which `make test-long` offloads.
 OFFLOAD_RELEASES ?= 0.30.0 0.31.0
 # ON in CI: a compiler warning is an error.
@@ -39,8 +40,9 @@ export PATH := $(CURDIR)/$(DEV)/bin:$(PATH)
 ENGINE_TESTS := $(addprefix tests/python/,test_vllm_offload.py test_vllm_serving.py test_vllm_attention.py)
 INSTALLED_TESTS := $(addprefix tests/python/,test_modelopt_kernels.py test_vllm_backends.py test_engine_writes.py \
                      test_modelopt_views.py)
+MOONCAKE_TESTS := tests/python/test_mooncake.py
 CUDA_WORKER_TESTS := tests/python/test_vllm_cuda_worker.py
-QUICK_TESTS := $(filter-out $(ENGINE_TESTS) $(INSTALLED_TESTS) $(CUDA_WORKER_TESTS),$(wildcard tests/python/test_*.py))
+QUICK_TESTS := $(filter-out $(ENGINE_TESTS) $(INSTALLED_TESTS) $(CUDA_WORKER_TESTS) $(MOONCAKE_TESTS),$(wildcard tests/python/test_*.py))
 TORCH_TESTS = $(shell grep -lE 'torch|vllm' $(QUICK_TESTS))
 RANDOM_TESTS = $(shell grep -l hypothesis $(QUICK_TESTS))
 CXX_FILES := $(shell find include src cli python/src tests fuzz benchmarks examples -name '*.cpp' -o -name '*.h')
@@ -113,9 +115,15 @@ $(ENGINE)/.modelopt-$(MODELOPT_RELEASE): $(ENGINE)/.vllm-$(VLLM_RELEASE)
 	$(call retry,$(ENGINE)/bin/pip install -qq omegaconf 'pulp<4' scipy)
 	touch $@
 
+# Mooncake's client and servers, beside the engine as its users have them.
+$(ENGINE)/.mooncake-$(MOONCAKE_RELEASE): $(ENGINE)/.vllm-$(VLLM_RELEASE)
+	@echo "== mooncake-transfer-engine-non-cuda $(MOONCAKE_RELEASE) into .venv-vllm"
+	$(call retry,$(ENGINE)/bin/pip install -qq mooncake-transfer-engine-non-cuda==$(MOONCAKE_RELEASE))
+	touch $@
+
 .PHONY: tools engine
 tools: $(DEV)/.tools $(NVCC_READY)
-engine: $(ENGINE)/.modelopt-$(MODELOPT_RELEASE)
+engine: $(ENGINE)/.modelopt-$(MODELOPT_RELEASE) $(ENGINE)/.mooncake-$(MOONCAKE_RELEASE)
 
 $(ENGINE)/.kvstride: dist/.wheel $(ENGINE)/.vllm-$(VLLM_RELEASE)
 	@$(call install_wheel,$(ENGINE))
@@ -157,11 +165,12 @@ stand-in: build-stand-in ## The Python verbs on the stand-in for CUDA
 test: ctest quick stand-in test-engine ## All tests, those on an installed vLLM included
 
 # The part of `make test` on an installed vLLM.
-test-engine: build-stand-in $(ENGINE)/.kvstride $(ENGINE)/.modelopt-$(MODELOPT_RELEASE)
-	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH" KVSTRIDE_REQUIRE_VLLM=1 KVSTRIDE_REQUIRE_MODELOPT=1
+test-engine: build-stand-in $(ENGINE)/.kvstride $(ENGINE)/.modelopt-$(MODELOPT_RELEASE) $(ENGINE)/.mooncake-$(MOONCAKE_RELEASE)
+	@export PATH="$(CURDIR)/$(ENGINE)/bin:$$PATH" KVSTRIDE_REQUIRE_VLLM=1 KVSTRIDE_REQUIRE_MODELOPT=1 KVSTRIDE_REQUIRE_MOONCAKE=1
 	PYTHONPATH=build/stand-in/package python -m pytest -q $(CUDA_WORKER_TESTS)
 	python -m pytest -q -n auto --dist loadfile $(INSTALLED_TESTS)
 	python -m pytest -q -n auto $(TORCH_TESTS)
+	python -m pytest -q $(MOONCAKE_TESTS)
 	python -m pytest $(ENGINE_TESTS)
 
 test-offload: $(ENGINE)/.kvstride

@@ -23,8 +23,16 @@ class Held {
       new std::shared_ptr<T>(std::move(thing));
       return;
     }
-    const GilReleased release;
-    thing.reset();
+    // An engine in Python has something to call at its end, perhaps while an exception of its caller is on its way.
+    PyObject* type = nullptr;
+    PyObject* value = nullptr;
+    PyObject* trace = nullptr;
+    PyErr_Fetch(&type, &value, &trace);
+    {
+      const GilReleased release;
+      thing.reset();
+    }
+    PyErr_Restore(type, value, trace);
   }
   T& operator*() const { return *thing_; }
   T* operator->() const { return thing_.get(); }

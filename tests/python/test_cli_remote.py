@@ -20,7 +20,7 @@ import kvstride as kv
 from kvstride import _core
 from kvstride.remote import Engine
 from servers import mooncake
-from servers.redis import Redis, missing
+from servers.redis import Redis, program
 from store_files import HEAD_BYTES, HEADS, ORDER, image, namespace_text, random_payload
 from test_cli import PROGRAM, assert_refused, program_is_there, run  # noqa: F401 (a fixture for all tests)
 
@@ -29,7 +29,7 @@ HEX = hashlib.sha256(SPACE).hexdigest()
 OTHER = namespace_text("acme/chat-70b")
 OTHER_HEX = hashlib.sha256(OTHER).hexdigest()
 FULL = f"0000{HEADS:04x}"
-needs_redis = pytest.mark.skipif(bool(missing()), reason=f"not installed: {missing()}")
+needs_redis = pytest.mark.skipif(program() is None, reason="no redis-server here")
 
 
 def key(i: int) -> bytes:
@@ -97,8 +97,8 @@ class Keys:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with Redis(tmp_path_factory.mktemp("redis")) as redis:
+def server():
+    with Redis() as redis:
         yield redis
 
 
@@ -344,14 +344,15 @@ def test_arguments_are_checked_there_too(shelf):
 @pytest.fixture
 def beside_python(tmp_path) -> pathlib.Path:
     """The program as a wheel installs it."""
-    python = tmp_path / "python3"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o700)
-    return shutil.copy(PROGRAM, tmp_path / "kvstride")
+    # A link would not be this interpreter: where its packages are goes by its own path.
+    (tmp_path / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (tmp_path / "python3").chmod(0o755)
+    shutil.copy(PROGRAM, tmp_path / "kvstride")
+    return tmp_path / "kvstride"
 
 
-def ask(program: pathlib.Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([program, "store", *words], capture_output=True, text=True, timeout=120)
+def ask(file: pathlib.Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([file, "store", *words], capture_output=True, text=True, timeout=120)
 
 
 def test_mooncake_is_asked_from_python(beside_python):

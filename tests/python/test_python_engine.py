@@ -4,6 +4,8 @@
 import ctypes
 import gc
 import os
+import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -76,6 +78,17 @@ class TestContract(EngineContract):
     @pytest.fixture
     def engine(self):
         return _core.Engine(Dictionary())
+
+
+class TestDocumentation(EngineContract):
+    @pytest.fixture
+    def engine(self):
+        page = (pathlib.Path(__file__).parents[2] / "docs" / "remote.md").read_text()
+        (code,) = re.findall(r"```python\n(.*?)```", page.partition("## An engine of your own")[2], re.DOTALL)
+        names: dict = {}
+        exec(code, names)
+        names["tier"].close()
+        return _core.Engine(names["Dictionary"]())
 
 
 def with_method(name, function, **more):

@@ -120,6 +120,7 @@ EnginePtr engine_of(const std::string& text) {
   const Url url = Url::parse(text);
   if (url.scheme == "s3") return s3_engine(url);
   if (url.scheme == "redis" || url.scheme == "rediss") return redis_engine(url);
+  if (url.scheme == "mooncake") refuse("Mooncake's client is a Python package: only kvstride's Python can open it");
   throw Error(ErrorCode::kArgument,
               fmt::format("URL of a store: its scheme is {}, expected s3, redis or rediss", url.scheme));
 }

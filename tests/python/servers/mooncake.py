@@ -8,8 +8,8 @@ with Mooncake(tmp_path, nodes=2) as servers:
 
 import contextlib
 import importlib.util
+import json
 import pathlib
-import signal
 import socket
 import subprocess
 import time
@@ -47,6 +47,7 @@ class Mooncake:
         self._running: list[subprocess.Popen[bytes]] = []
         self.master: subprocess.Popen[bytes] | None = None
         self.nodes: list[subprocess.Popen[bytes]] = []
+        self._pids: dict[str, int] = {}
         try:
             self.start_master()
             for _ in range(nodes):
@@ -68,13 +69,36 @@ class Mooncake:
 
     def start_node(self) -> None:
         """One more store."""
-        before = self.segments()
+        before = self.endpoints()
         # Its own service's port, which is not the one that it transfers by.
         (port,) = free_ports(1)
         flags = [f"--master_server_address=127.0.0.1:{self.port}", "--metadata_server=P2PHANDSHAKE"]
         sizes = [f"--global_segment_size={self._segment}", "--local_buffer_size=16777216"]
         self.nodes.append(self._start("mooncake_client", *flags, "--host=127.0.0.1", f"--port={port}", *sizes))
-        self._wait("a node", lambda: len(self.segments()) > len(before))
+        self._wait("a node", lambda: len(self.endpoints()) > len(before))
+        self._pids |= dict.fromkeys(self.endpoints() - before, self.nodes[-1].pid)
+
+    def endpoints(self) -> set[str]:
+        """By which nodes transfer."""
+        detail = json.loads(self.ask("/get_segments_detail") or "{}")
+        return {segment["te_endpoint"] for segment in detail.get("segments", [])}
+
+    def flip(self, folder: str, at: int) -> int:
+        """Change the byte at `at` of all objects below a folder, in the memory of their nodes. How many there were."""
+        found = 0
+        for key in (self.ask("/get_all_keys") or "").split():
+            if not key.startswith(folder):
+                continue
+            for copy in json.loads(self.ask(f"/query_key?key={key}") or "{}").get("data", []):
+                if copy["size_"] <= at:
+                    continue
+                with open(f"/proc/{self._pids[copy['transport_endpoint_']]}/mem", "r+b", buffering=0) as memory:
+                    memory.seek(copy["buffer_address_"] + at)
+                    byte = memory.read(1)[0]
+                    memory.seek(copy["buffer_address_"] + at)
+                    memory.write(bytes([byte ^ 1]))
+                found += 1
+        return found
 
     def segments(self) -> list[str]:
         """What the master knows of."""
@@ -102,7 +126,6 @@ class Mooncake:
         """End what this object has started."""
         for process in reversed(self._running):
             if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
                 process.kill()
         for process in self._running:
             process.wait()
