@@ -200,7 +200,7 @@ Outcome stat(const StoreArguments& given, const RemoteStore& store) {
   std::vector<std::vector<std::string>> rows{
       {"path", printable(store.where())},
       {"engine",
-       fmt::format("{}, {:.1f} ms a question, objects of up to {}, {}", engine.kind(), seconds_a_question * 1000,
+       fmt::format("{}, {:.2f} ms a question, objects of up to {}, {}", engine.kind(), seconds_a_question * 1000,
                    size_text(engine.largest()), engine.reads_ranges() ? "parts of them alone" : "read whole")}};
   if (unlisted.empty()) {
     rows.push_back({"files", fmt::format("{} in {} of {}", size_text(files.bytes), counted(files.files, "file"),

@@ -343,7 +343,7 @@ TEST_F(RemoteInspect, RemovesByNameInBatchesAndStops) {
     EXPECT_EQ(answer, Answer::kOk);
     return told < 1200;
   });
-  EXPECT_EQ(told, 1200U);
+  EXPECT_EQ(told, 2000U);
   EXPECT_EQ(engine_->objects.size(), 500U) << "whole batches of 1,000";
 }
 

@@ -13,10 +13,13 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
+import kvstride as kv
 from kvstride import _core
 from kvstride.remote import Engine
+from servers import mooncake
 from servers.redis import Redis, program
 from store_files import HEAD_BYTES, HEADS, ORDER, image, namespace_text, random_payload
 from test_cli import PROGRAM, assert_refused, program_is_there, run  # noqa: F401 (a fixture for all tests)
@@ -348,10 +351,41 @@ def beside_python(tmp_path) -> pathlib.Path:
     return tmp_path / "kvstride"
 
 
-def test_mooncake_is_asked_from_python(beside_python):
-    def ask(*words):
-        return subprocess.run([beside_python, "store", *words], capture_output=True, text=True, timeout=60)
+def ask(file: pathlib.Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([file, "store", *words], capture_output=True, text=True, timeout=120)
 
-    assert_refused(ask("ls", "mooncake://127.0.0.1:1?nonsense=1"), "nonsense")
-    assert_refused(ask("convert", "mooncake://h", "00", "--to", "H N L KV D"), "convert")
-    assert_refused(ask("gc", "mooncake://h"), "--older-than")
+
+def test_mooncake_is_asked_from_python(beside_python):
+    assert_refused(ask(beside_python, "ls", "mooncake://127.0.0.1:1?nonsense=1"), "nonsense")
+    assert_refused(ask(beside_python, "convert", "mooncake://h", "00", "--to", "H N L KV D"), "convert")
+    assert_refused(ask(beside_python, "gc", "mooncake://h"), "--older-than")
+
+
+@pytest.mark.skipif(mooncake.package() is None, reason="Mooncake is not installed")
+def test_on_mooncake(tmp_path, beside_python):
+    with mooncake.Mooncake(tmp_path, nodes=1) as cluster:
+        space = kv.Namespace(
+            model="m", revision="1", planes={"state": "u8"}, num_layers=1, num_kv_heads=1, head_size=1, block_size=1,
+            raw="r",
+        )  # fmt: skip
+        data = np.arange(10_000, dtype=np.uint8)
+        tier = kv.RemoteTier(cluster.url())
+        with kv.Store([tier], namespace=space) as store:
+            assert store.put_bytes([kv.Key(key(1)), kv.Key(key(2))], [data, data]).wait() == ["ok", "ok"]
+
+        def on_it(*words: str, code: int = 0) -> dict:
+            result = ask(beside_python, words[0], cluster.url(), *words[1:], "--json")
+            assert result.returncode == code, (result.stdout, result.stderr)
+            return json.loads(result.stdout)
+
+        (listed,) = on_it("ls", "--keys")["namespaces"]
+        assert (listed["namespace"], listed["chunks"], listed["model"]) == (space.hex, 2, "m")
+        assert {one["key"] for one in listed["keys"]} == {key(1).hex(), key(2).hex()}
+        assert listed["bytes"] == 2 * (4096 + 12288)
+        assert on_it("verify")["sound"] == 2
+        assert on_it("stat")["engine"]["name"] == "mooncake"
+        assert on_it("rm", space.hex, key(1).hex())["left"]["files"] == 1
+        assert on_it("rm", space.hex)["removed_namespaces"] == 1
+        assert on_it("ls")["namespaces"] == []
+        blind = ask(beside_python, "ls", cluster.url(admin=""))  # Mooncake logs to the same stream
+        assert (blind.returncode, blind.stdout) == (2, "") and "does not list" in blind.stderr.splitlines()[-1]

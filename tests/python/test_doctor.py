@@ -694,7 +694,7 @@ def test_the_program_looks_beside_itself_and_on_path(tmp_path):
         script = folder / "python3"
         script.write_text(
             f'#!/bin/sh\ncase "$3" in *find_spec*) exit {0 if has else 1};; esac\n'
-            f'shift 3; printf "%s\\n" {folder.name} "$@"\nexit 5\n'
+            f'shift 5; printf "%s\\n" {folder.name} "$@"\nexit 5\n'
         )
         script.chmod(0o755)
 

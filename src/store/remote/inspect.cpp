@@ -123,9 +123,9 @@ void RemoteStore::remove(std::span<const std::string> names,
     for (; at + items.size() < names.size() && items.size() < kMostNames;) items.push_back({names[at + items.size()]});
     with_repetition(items, patience_.pause,
                     [&](std::span<RemoveItem> some) { engine_->remove(some, Clock::now() + patience_.batch); });
-    for (const RemoveItem& item : items) {
-      if (!done(at++, item.answer)) return;
-    }
+    bool go_on = true;
+    for (const RemoveItem& item : items) go_on &= done(at++, item.answer);
+    if (!go_on) return;
   }
 }
 
@@ -164,7 +164,9 @@ bool RemoteSpace::list(const std::function<void(const ChunkFile&)>& use, std::ve
 bool RemoteSpace::list(const std::function<void(const ChunkFile&)>& use, std::vector<Stray>* strays,
                        std::vector<Marker>* markers) const {
   constexpr std::int64_t kSecond = 1'000'000'000;
-  static constexpr std::int64_t kMostSeconds = std::int64_t{1} << 33;  // what an engine tells may be anything
+  // What an engine tells may be anything: this is more than a chunk can have, and far from the end of numbers.
+  static constexpr std::int64_t kMostSeconds = std::int64_t{1} << 33;
+  static constexpr std::int64_t kMostBytes = std::int64_t{1} << 41;
   const auto when = [](const ListedObject& one) {
     return std::clamp<std::int64_t>(one.modified, 0, kMostSeconds) * kSecond;
   };
@@ -210,13 +212,14 @@ bool RemoteSpace::list(const std::function<void(const ChunkFile&)>& use, std::ve
         of.push_back(files.size());
         lengths.push_back({one.name});
       }
-      files.push_back({piece->first, piece->second, 0, one.bytes, one.bytes, when(one), false});
+      const std::int64_t bytes = std::clamp<std::int64_t>(one.bytes, -1, kMostBytes);
+      files.push_back({piece->first, piece->second, 0, bytes, bytes, when(one), false});
     }
     found.clear();
     store_.find(lengths);
     for (std::size_t i = 0; i < of.size(); ++i) {
       if (lengths[i].answer == Answer::kOk) {
-        files[of[i]].length = files[of[i]].bytes = std::max<std::int64_t>(lengths[i].bytes, 0);
+        files[of[i]].length = files[of[i]].bytes = std::clamp<std::int64_t>(lengths[i].bytes, 0, kMostBytes);
       } else if (lengths[i].answer != Answer::kAbsent) {
         unlisted(lengths[i].name, lengths[i].answer);
       }

@@ -51,7 +51,8 @@ class RemoteStore final : public ChunkStore {
   /// With `bytes` where it is there.
   void find(std::vector<FindItem>& items) const;
   void read(std::vector<ReadItem>& items) const;
-  /// One batch after the other; calls `done` with the index of each name. Where it answers false the rest is left out.
+  /// One batch after the other; calls `done` with the index of each name. Where it answers false for one of
+  /// a batch the next is left out.
   void remove(std::span<const std::string> names, const std::function<bool(std::size_t, Answer)>& done) const;
 
  private:
