@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* kAbout =
     "Layouts of paged KV caches: list them, describe them, find an element's byte, detect them from a shape, and "
-    "plan copies between them. And stores of KV chunks: list, check and clean their directories, simulate them over "
+    "plan copies between them. And stores of KV chunks: list, check and clean them, simulate them over "
     "a trace of requests; check a set-up of vLLM that offloads into them.";
 constexpr const char* kFooter =
     "ORDER is the name of a known layout (kvstride layouts) or layout text such as \"B KV N H D\".\n"
@@ -103,7 +103,7 @@ Outcome run_program(int argc, const char* const* argv) {
   add_plan(*add_command(app, "plan", "Copies that bring blocks from one layout to another", options, outcome, run_plan),
            options);
   add_command(app, "info", "Version, CPU and what was built in", options, outcome, run_info);
-  add_store(app, store, outcome);
+  add_store(app, store, outcome, argc > 0 ? argv[0] : "");
   add_simulate(app, simulate, outcome);
   CLI::App* doctor = app.add_subcommand("doctor", "Check an installation and a configuration of vLLM's offloading");
   doctor->set_help_flag();  // all that follows is the Python package's

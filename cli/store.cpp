@@ -1,81 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// `kvstride store`: the command line of its commands, and the texts that they share.
+// `kvstride store`: the texts that its commands share.
 #include "store.h"
 
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
 #include <map>
 
 #include "kvstride/error.h"
 #include "table.h"
 
 namespace kvstride::cli {
-namespace {
-
-constexpr const char* kAbout = "Look after the directory of a store (docs/cli-store.md)";
-constexpr const char* kFooter =
-    "PATH is a directory that a DirectoryTier made. All commands may run while processes use it.\n"
-    "NAMESPACE is the first digits of one (kvstride store ls). SIZE: 500, 64K, 10G (of 1024), 5GB (of 1000).\n"
-    "DURATION: 30s, 10m, 2h, 7d.\n"
-    "Exit codes: 0 done, 2 bad usage, bad input, or not all could be done (one line on stderr), 5 damage found,\n"
-    "130 interrupted.";
-
-using Run = Outcome (*)(const StoreArguments&);
-
-CLI::App* add_command(CLI::App& app, const char* name, const char* about, StoreArguments& given, Outcome& outcome,
-                      Run run) {
-  CLI::App* command = app.add_subcommand(name, about);
-  command->add_option("PATH", given.path, "The store's directory")->required();
-  command->add_flag("--group", given.group, "Take files of other users, too (a store in group mode)");
-  command->add_flag("--json", given.json, "Print JSON");
-  command->callback([&given, &outcome, run] { outcome = run(given); });
-  return command;
-}
-
-void add_dry_run(CLI::App& command, StoreArguments& given) {
-  command.add_flag("--dry-run", given.dry_run, "Say what would be done, and change nothing");
-}
-
-}  // namespace
-
-void add_store(CLI::App& app, StoreArguments& given, Outcome& outcome) {
-  CLI::App& store = *app.add_subcommand("store", kAbout);
-  store.footer(kFooter);
-  store.require_subcommand(1);
-
-  CLI::App* ls = add_command(store, "ls", "List namespaces, or chunks", given, outcome, run_store_ls);
-  ls->add_option("--namespace", given.space, "Those that start with these digits");
-  ls->add_flag("--keys", given.with_keys, "List the chunks, too");
-
-  add_command(store, "stat", "Totals, account, I/O engine, and what is used", given, outcome, run_store_stat);
-
-  CLI::App* verify = add_command(store, "verify", "Check all checksums", given, outcome, run_store_verify);
-  verify->add_option("--namespace", given.space, "Namespaces that start with these digits");
-  verify->add_option("--threads", given.threads, "Threads that read and check (cores, from 2 to 8)");
-  verify->add_flag("--repair", given.repair, "Move damaged files to quarantine/");
-
-  CLI::App* gc = add_command(store, "gc", "Remove what is not needed, and count anew", given, outcome, run_store_gc);
-  gc->add_option("--max-bytes", given.max_bytes,
-                 "Remove quarantined, then least recently used files until at most SIZE bytes are left")
-      ->type_name("SIZE");
-  gc->add_option("--older-than", given.older_than, "Remove files that were not used for DURATION")
-      ->type_name("DURATION");
-  gc->add_flag("--quarantine", given.quarantine, "Remove all quarantined files");
-  add_dry_run(*gc, given);
-
-  CLI::App* rm = add_command(store, "rm", "Remove a namespace, or chunks of it", given, outcome, run_store_rm);
-  rm->add_option("NAMESPACE", given.space, "Its first digits")->required();
-  rm->add_option("KEY", given.keys, "Keys of chunks, or their first digits");
-  add_dry_run(*rm, given);
-
-  CLI::App* convert = add_command(store, "convert", "Rewrite a namespace's chunks in another stored order", given,
-                                  outcome, run_store_convert);
-  convert->add_option("NAMESPACE", given.space, "Its first digits")->required();
-  convert->add_option("--to", given.order, "The order, without sizes: \"H N L KV D\"")->type_name("ORDER")->required();
-  add_dry_run(*convert, given);
-}
-
 store::StoreFolder open_store(const StoreArguments& given) {
   return store::StoreFolder(store::system_io(), given.path, given.group);
 }
@@ -123,6 +57,11 @@ std::string planes_text(const NamespaceFields& fields) {
   return out;
 }
 
+std::string model_text(const store::SpaceSummary& summary) {
+  if (!summary.header) return "(" + summary.why + ")";
+  return printable(Namespace::parse(summary.header->space_text).fields().model);
+}
+
 std::string short_name(const std::string& space) { return space.substr(0, 12); }
 
 std::string heads_text(store::Heads heads) {
@@ -131,7 +70,16 @@ std::string heads_text(store::Heads heads) {
 
 std::int64_t seconds(std::int64_t nanoseconds) { return nanoseconds / 1'000'000'000; }
 
-Json to_json(const store::SpaceSummary& summary, std::int64_t now) {
+void add_time(Json& out, const char* name, std::int64_t then, std::int64_t now, bool known) {
+  out[name] = known ? Json(seconds(then)) : Json();
+  out[std::string(name) + "_age"] = known ? Json(std::max<std::int64_t>(seconds(now - then), 0)) : Json();
+}
+
+std::string ago_text(std::int64_t then, std::int64_t now, bool known) {
+  return known ? age_text(then, now) + " ago" : "-";
+}
+
+Json to_json(const store::SpaceSummary& summary, std::int64_t now, Place place) {
   Json out{{"namespace", summary.name}};
   if (summary.header) {
     const Namespace space = Namespace::parse(summary.header->space_text);
@@ -160,14 +108,16 @@ Json to_json(const store::SpaceSummary& summary, std::int64_t now) {
   out["chunks"] = summary.chunks;
   out["files"] = summary.files;
   out["bytes"] = summary.bytes;
-  out["read_files"] = summary.read_files;
-  out["unread_files"] = summary.files - summary.read_files;
-  const auto time = [&](const char* name, std::int64_t then) {
-    out[name] = summary.files > 0 ? Json(seconds(then)) : Json();
-    out[std::string(name) + "_age"] = summary.files > 0 ? Json(std::max<std::int64_t>(seconds(now - then), 0)) : Json();
-  };
-  time("last_use", summary.last_use);
-  time("oldest_use", summary.oldest_use);
+  const bool some = summary.files > 0;
+  if (place == Place::kDirectory) {
+    out["read_files"] = summary.read_files;
+    out["unread_files"] = summary.files - summary.read_files;
+    add_time(out, "last_use", summary.last_use, now, some);
+    add_time(out, "oldest_use", summary.oldest_use, now, some);
+  } else {
+    add_time(out, "last_write", summary.last_use, now, some && summary.last_use > 0);
+    add_time(out, "oldest_write", summary.oldest_use, now, some && summary.oldest_use > 0);
+  }
   return out;
 }
 

@@ -38,11 +38,9 @@ class Remover {
     for (const store::LooseFile& file : files) add(temporaries_, file.bytes);
   }
 
-  const Sum& chunks() const { return chunks_; }
+  Removed removed(const Sum& left, int namespaces) const { return {chunks_, failed_, why_, namespaces, left}; }
   const Sum& quarantine() const { return quarantine_; }
   const Sum& temporaries() const { return temporaries_; }
-  std::int64_t failed() const { return failed_; }
-  const std::string& why() const { return why_; }
 
  private:
   static bool add(Sum& sum, std::int64_t bytes) {
@@ -82,38 +80,13 @@ class Remover {
   std::string why_;
 };
 
-Outcome report(const char* verb, const StoreArguments& given, const store::StoreFolder& store, const Remover& remover,
-               const Sum& left, int namespaces) {
-  Outcome out;
-  if (Interruption::asked()) {
-    out.message = fmt::format("{}: interrupted after {}", verb, counted(remover.chunks().files, "file"));
-    out.code = kInterrupted;
-  } else if (remover.failed() > 0) {
-    out.message =
-        fmt::format("{}: {} could not be removed: {}", verb, counted(remover.failed(), "file"), remover.why());
-    out.code = kBadInput;
-  }
-  if (given.json) {
-    out.out = dump({{"path", store.path()},
-                    {"dry_run", given.dry_run},
-                    {"removed", to_json(remover.chunks())},
-                    {"removed_quarantine", to_json(remover.quarantine())},
-                    {"removed_temporaries", to_json(remover.temporaries())},
-                    {"removed_namespaces", namespaces},
-                    {"failed", remover.failed()},
-                    {"left", to_json(left)}});
-    return out;
-  }
-  const char* verbs = given.dry_run ? "would remove" : "removed";
-  out.out = table({{verbs, sum_text(remover.chunks())},
-                   {"quarantine", sum_text(remover.quarantine())},
-                   {"temporaries", sum_text(remover.temporaries())},
-                   {"empty namespaces", namespaces == 0 ? "none" : std::to_string(namespaces)},
-                   {"left", sum_text(left)}});
-  return out;
+/// What only a directory has.
+std::vector<std::pair<const char*, Sum>> more(const Remover& remover) {
+  return {{"quarantine", remover.quarantine()}, {"temporaries", remover.temporaries()}};
 }
 
-/// The files of the namespace that the keys (or their first digits) name.
+}  // namespace
+
 std::vector<store::ChunkFile> named(const std::vector<store::ChunkFile>& files, const std::vector<std::string>& keys) {
   if (keys.empty()) return files;
   std::map<std::string, std::vector<store::ChunkFile>> by_key;
@@ -145,7 +118,33 @@ std::vector<store::ChunkFile> named(const std::vector<store::ChunkFile>& files, 
   return chosen;
 }
 
-}  // namespace
+Outcome report(const StoreArguments& given, const std::string& path, const Removed& removed,
+               const std::vector<std::pair<const char*, Sum>>& more) {
+  Outcome out;
+  if (Interruption::asked()) {
+    out.message = fmt::format("{}: interrupted after {}", given.command, counted(removed.chunks.files, "file"));
+    out.code = kInterrupted;
+  } else if (removed.failed > 0) {
+    out.message =
+        fmt::format("{}: {} could not be removed: {}", given.command, counted(removed.failed, "file"), removed.why);
+    out.code = kBadInput;
+  }
+  if (given.json) {
+    Json json{{"path", path}, {"dry_run", given.dry_run}, {"removed", to_json(removed.chunks)}};
+    for (const auto& [name, sum] : more) json[std::string("removed_") + name] = to_json(sum);
+    json["removed_namespaces"] = removed.namespaces;
+    json["failed"] = removed.failed;
+    json["left"] = to_json(removed.left);
+    out.out = dump(json);
+    return out;
+  }
+  std::vector<std::vector<std::string>> rows{{given.dry_run ? "would remove" : "removed", sum_text(removed.chunks)}};
+  for (const auto& [name, sum] : more) rows.push_back({name, sum_text(sum)});
+  rows.push_back({"empty namespaces", removed.namespaces == 0 ? "none" : std::to_string(removed.namespaces)});
+  rows.push_back({"left", sum_text(removed.left)});
+  out.out = table(rows);
+  return out;
+}
 
 Outcome run_store_gc(const StoreArguments& given) {
   std::optional<std::int64_t> most;
@@ -189,7 +188,7 @@ Outcome run_store_gc(const StoreArguments& given) {
   }
   int namespaces = 0;
   if (editor && !Interruption::asked()) namespaces = editor->remove_empty(census.spaces);
-  return report("gc", given, store, remover, left, namespaces);
+  return report(given, store.path(), remover.removed(left, namespaces), more(remover));
 }
 
 Outcome run_store_rm(const StoreArguments& given) {
@@ -217,7 +216,7 @@ Outcome run_store_rm(const StoreArguments& given) {
   }
   int namespaces = 0;
   if (editor && given.keys.empty() && !Interruption::asked()) namespaces = editor->remove_empty(names);
-  return report("rm", given, store, remover, left, namespaces);
+  return report(given, store.path(), remover.removed(left, namespaces), more(remover));
 }
 
 }  // namespace kvstride::cli

@@ -89,7 +89,7 @@ Outcome run_store_stat(const StoreArguments& given) {
           {"direct", engine.direct}}},
         {"namespaces", Json::array()},
         {"strays", to_json(strays)}};
-    for (const store::SpaceSummary& space : spaces) out["namespaces"].push_back(to_json(space, now));
+    for (const store::SpaceSummary& space : spaces) out["namespaces"].push_back(to_json(space, now, Place::kDirectory));
     return listed("stat", strays, whole, dump(out));
   }
 
@@ -116,12 +116,9 @@ Outcome run_store_stat(const StoreArguments& given) {
   rows = {{"NAMESPACE", "MODEL", "CHUNKS", "FILES", "BYTES", "READ", "NEVER READ", "LAST USE", "OLDEST USE"}};
   for (const store::SpaceSummary& space : spaces) {
     const auto age = [&](std::int64_t then) { return space.files > 0 ? age_text(then, now) + " ago" : "-"; };
-    rows.push_back(
-        {short_name(space.name),
-         space.header ? printable(Namespace::parse(space.header->space_text).fields().model) : "(" + space.why + ")",
-         std::to_string(space.chunks), std::to_string(space.files), size_text(space.bytes),
-         std::to_string(space.read_files), std::to_string(space.files - space.read_files), age(space.last_use),
-         age(space.oldest_use)});
+    rows.push_back({short_name(space.name), model_text(space), std::to_string(space.chunks),
+                    std::to_string(space.files), size_text(space.bytes), std::to_string(space.read_files),
+                    std::to_string(space.files - space.read_files), age(space.last_use), age(space.oldest_use)});
   }
   return listed("stat", strays, whole, out + "\n" + table(rows));
 }

@@ -40,7 +40,7 @@ enum class Outcome : std::uint8_t {
   /// the blocks of a get may then hold anything.
   kIoError,
   kTimeout,  ///< the deadline passed. The blocks are as they were, and will not be touched any more
-  kRefused,  ///< no room, a full queue, a store that is closed, or cancelled
+  kRefused,  ///< no room, a full queue, a store that is closed, cancelled, or no tier admits it
 };
 /// `ok`, `miss`, `corrupt`, `io_error`, `timeout`, `refused`.
 std::string_view name_of(Outcome outcome) noexcept;
@@ -54,7 +54,7 @@ enum class Eviction : std::uint8_t { kS3Fifo, kLru };
 /// `not_pinned` of its metrics say so.
 using TierPtr = std::shared_ptr<store::Tier>;
 
-/// What a tier takes and how long it keeps it; by default everything, until it is evicted. The clock is the caller's.
+/// What a tier takes and how long it keeps it; by default everything, until it is evicted. docs/store.md has the rules.
 struct AdmissionOptions {
   /// A chunk is taken when it has been asked for so many times recently, the request that brings it included; 1 to 15.
   int min_reuse = 1;
@@ -80,8 +80,9 @@ struct HostTierOptions {
   /// Not empty: the memory is /dev/shm/kvstride-<name> (0600), which other processes can map; chunks are not shared by
   /// it. Removed when the tier ends or, where this process was killed, when the next tier with a shared name is made.
   std::string shared_name;
+  AdmissionOptions admission;
 };
-/// Throws Error(kStore) where the memory cannot be had.
+/// Throws Error(kArgument) for options that cannot be, Error(kStore) where the memory cannot be had.
 TierPtr host_tier(const HostTierOptions& options);
 
 struct DirectoryTierOptions {
@@ -102,8 +103,12 @@ struct DirectoryTierOptions {
   bool prepare = false;             ///< take the memory for I/O at once, not with the first request
   /// How long a lookup may wait for the file system's word on keys that this process does not know.
   std::chrono::nanoseconds lookup_timeout = std::chrono::milliseconds(50);
+  /// A file's time of change counts as when it was written; what was there before or comes from other processes is the
+  /// nameless tenant's. Asks, budget and quotas are of this process.
+  AdmissionOptions admission;
 };
-/// Throws Error(kStore) where the directory cannot be used: a link, somebody else's, no locks, not writable.
+/// Throws Error(kArgument) for options that cannot be, Error(kStore) where the directory cannot be used: a link,
+/// somebody else's, no locks, not writable.
 TierPtr directory_tier(const DirectoryTierOptions& options);
 
 struct RemoteTierOptions {
@@ -122,6 +127,8 @@ struct RemoteTierOptions {
   int retries = 2;  ///< attempts after the first one that failed
   /// How long a lookup may wait for the engine's word on keys that this process does not know.
   std::chrono::nanoseconds lookup_timeout = std::chrono::seconds(1);
+  /// Without time_to_live and tenants, which are the engine's own.
+  AdmissionOptions admission;
 };
 /// A tier in an engine that others run. It connects with the first request, and what the engine does wrong is a miss.
 /// Throws Error(kArgument) for a URL or options that cannot be, Error(kStore) where the engine's client is not there.
@@ -184,6 +191,9 @@ struct RequestOptions {
   std::function<bool()> after;
   /// From now; not given: StoreOptions::deadline.
   std::optional<std::chrono::nanoseconds> deadline;
+  /// Of puts, and of gets and prefetches for what they bring into upper tiers: whose quota pays. A salt or, better, a
+  /// digest of it; at most 256 bytes. Never written anywhere.
+  std::string tenant;
 };
 
 struct StoreOptions {
@@ -242,7 +252,7 @@ class Store {
   /// How many chunks from the first on are held without a gap.
   std::int64_t lookup_prefix(std::span<const Key> keys, std::optional<Range> heads = {}, bool ask = true);
   /// Brings chunks that only lower tiers hold into the upper ones, verified, so that a get finds them there. kOk: the
-  /// first tier was offered it, or had it.
+  /// first tier had it, or an upper tier was given it; kRefused: none of them admits it.
   Job prefetch(std::span<const Key> keys, std::optional<Range> heads = {}, const RequestOptions& options = {});
   /// Pins what is there until the result is dropped. Another process may still remove a file.
   Pins pin(std::span<const Key> keys);

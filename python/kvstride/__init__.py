@@ -8,6 +8,7 @@ keys and values through zero-copy views, and copy, swap and convert blocks betwe
 from . import _pickle as _pickle
 from ._attention import attention, attention_calibrate, merge_states
 from ._core import Entry, Geometry, Layout, Reading, instruction_sets, layout, num_threads, registry, version
+from .admission import Admission
 from .blocks import (
     checksum_blocks,
     convert_blocks,
@@ -43,6 +44,7 @@ from .store import DirectoryTier, HostTier, Job, Pins, RemoteTier, Store, Tier
 __version__ = version()
 
 __all__ = [
+    "Admission",
     "AmbiguousLayout",
     "ArgumentError",
     "BlockIndexError",

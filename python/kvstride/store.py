@@ -19,6 +19,7 @@ from ._args import to_flag, to_int, to_numbers, to_size
 from ._ids import to_vector
 from ._stream import put as put_on
 from ._tensor import is_torch, refuse_masked
+from .admission import Admission, to_core, to_tenant
 from .blocks import core_of
 from .cache import Cache
 from .errors import ArgumentError, DTypeError, Error, StoreError
@@ -81,15 +82,23 @@ class HostTier(Tier):
 
     `eviction` is 's3fifo' or 'lru'. With `shared_name` the memory is the file /dev/shm/kvstride-<name>, which other
     processes of the user can map. It is not for sharing chunks: a DirectoryTier is. The file goes when the tier ends
-    or, where its process was killed, when the next tier with a `shared_name` is made. Raises StoreError where the
-    memory cannot be had, or a living process has the name.
+    or, where its process was killed, when the next tier with a `shared_name` is made. `admission` says what it takes
+    and for how long. Raises StoreError where the memory cannot be had, or a living process has the name.
     """
 
-    def __init__(self, num_bytes: Bytes, *, eviction: str = "s3fifo", shared_name: str | None = None) -> None:
+    def __init__(
+        self,
+        num_bytes: Bytes,
+        *,
+        eviction: str = "s3fifo",
+        shared_name: str | None = None,
+        admission: Admission | None = None,
+    ) -> None:
         super().__init__()
         size = _bytes_of(num_bytes, "HostTier: num_bytes")
         name = "" if shared_name is None else _text(shared_name, "HostTier: shared_name")
-        self._core = _core.host_tier(size, _choice(eviction, ("s3fifo", "lru"), "HostTier: eviction"), name)
+        policy = _choice(eviction, ("s3fifo", "lru"), "HostTier: eviction")
+        self._core = _core.host_tier(size, policy, name, to_core(admission, "HostTier: admission"))
 
 
 class DirectoryTier(Tier):
@@ -101,7 +110,8 @@ class DirectoryTier(Tier):
     do I/O (0: 2 with io_uring, 8 without); `staging_bytes` are memory for chunks on their way (256 MiB);
     `queue_chunks` may wait for the disk, more are refused. `lookup_timeout` (seconds) bounds what a lookup waits for
     the file system's word on unknown keys. `prepare`: take the memory for I/O at once; otherwise the first request
-    does, and waits for it some tenths of a second. Raises StoreError where the directory cannot be used.
+    does, and waits for it some tenths of a second. `admission` says what it takes and for how long; a file's age goes
+    by its time of change. Raises StoreError where the directory cannot be used.
     """
 
     def __init__(
@@ -119,6 +129,7 @@ class DirectoryTier(Tier):
         queue_chunks: int = 4096,
         lookup_timeout: float = 0.05,
         prepare: bool = False,
+        admission: Admission | None = None,
     ) -> None:
         super().__init__()
         where = os.fspath(path)
@@ -135,6 +146,7 @@ class DirectoryTier(Tier):
             _small(queue_chunks, "DirectoryTier: queue_chunks", 1, 1 << 24),
             _seconds(lookup_timeout, "DirectoryTier: lookup_timeout"),
             to_flag(prepare, "DirectoryTier: prepare"),
+            to_core(admission, "DirectoryTier: admission"),
         )
 
 
@@ -148,8 +160,9 @@ class RemoteTier(Tier):
     `lookup_timeout` bounds what a lookup waits for the engine's word on unknown keys; what is known to be there is
     believed for `known_for` seconds, of `known_chunks` at most. `staging_bytes` are memory for chunks on their way
     (256 MiB), `queue_bytes` bounds images of writes that wait or are under way (half of that), which keep memory of
-    the tier above; `queue_chunks` may wait; more are refused. `num_threads` call the engine (0: as it likes). Raises
-    ArgumentError for a URL or an option that cannot be, StoreError where the engine's client is not there.
+    the tier above; `queue_chunks` may wait; more are refused. `num_threads` call the engine (0: as it likes).
+    `admission` says what it takes; `ttl` and tenants are the engine's own and refused. Raises ArgumentError for a URL
+    or an option that cannot be, StoreError where the engine's client is not there.
     """
 
     def __init__(
@@ -165,6 +178,7 @@ class RemoteTier(Tier):
         timeout: float = 5.0,
         retries: int = 2,
         lookup_timeout: float = 1.0,
+        admission: Admission | None = None,
     ) -> None:
         super().__init__()
         self._core = _core.remote_tier(
@@ -178,6 +192,7 @@ class RemoteTier(Tier):
             _seconds(timeout, "RemoteTier: timeout"),
             _small(retries, "RemoteTier: retries", 0, 100),
             _seconds(lookup_timeout, "RemoteTier: lookup_timeout"),
+            to_core(admission, "RemoteTier: admission"),
         )
 
 
@@ -302,6 +317,7 @@ class Store(_OfProcess):
         after: Any = None,
         deadline: float | None = None,
         stream: Any = None,
+        tenant: str | None = None,
     ) -> Job:
         """Keep blocks of `cache`, of any layout, under `keys`.
 
@@ -311,10 +327,11 @@ class Store(_OfProcess):
         are first asked here; functions only by a thread of ours, one after the other, so that a slow one keeps other
         functions waiting and not the caller. The blocks must not change until the job is done; ids are copied. A cache
         on a CUDA device is read after what is on `stream` now, as the verbs have it (torch's current one by default).
+        `tenant` is whose quota pays in tiers that have quotas: a cache salt or, better, a digest of it.
         Raises for what is wrong whatever the store holds (LayoutError, DTypeError, BlockIndexError, ArgumentError,
         DeviceError); everything else is an outcome.
         """
-        return self._transfer("put", keys, cache, blocks, heads, after, deadline, stream)
+        return self._transfer("put", keys, cache, blocks, heads, after, deadline, stream, tenant)
 
     def get(
         self,
@@ -326,21 +343,31 @@ class Store(_OfProcess):
         after: Any = None,
         deadline: float | None = None,
         stream: Any = None,
+        tenant: str | None = None,
     ) -> Job:
         """Fill blocks of `cache` from `keys`; a chunk's blocks are written whole, or not at all.
 
         `heads` is (stored first, cache first, count); the rest is as with `put`. A chunk that several tensor-parallel
         writers wrote is put together from their files. A cache on a CUDA device gets them after what is on `stream`
         now; work that reads them is put on a stream when the job is done. Only verified bytes are sent there; after an
-        'io_error' of the device the blocks may hold anything.
+        'io_error' of the device the blocks may hold anything. `tenant` pays for what is promoted into upper tiers.
         """
         if heads is not None:
             stored, first, count = to_numbers(heads, ("stored first", "cache first", "count"), "get: heads")
             heads = (first, stored, count)
-        return self._transfer("get", keys, cache, blocks, heads, after, deadline, stream)
+        return self._transfer("get", keys, cache, blocks, heads, after, deadline, stream, tenant)
 
     def _transfer(
-        self, verb: str, keys: Any, cache: Any, blocks: Any, heads: Any, after: Any, deadline: float | None, stream: Any
+        self,
+        verb: str,
+        keys: Any,
+        cache: Any,
+        blocks: Any,
+        heads: Any,
+        after: Any,
+        deadline: float | None,
+        stream: Any,
+        tenant: Any,
     ) -> Job:
         names = to_keys(keys, verb)
         core = core_of(cache, f"{verb}: cache")
@@ -348,21 +375,33 @@ class Store(_OfProcess):
         span = to_numbers(heads, ("cache first", "stored first", "count"), f"{verb}: heads")
         call = self._core.put if verb == "put" else self._core.get
         on_stream = functools.partial(put_on, verb, stream, (cache,), ids, call)
-        return self._request(verb, on_stream, (names, core, ids, span), (cache, self), after, deadline)
+        return self._request(verb, on_stream, (names, core, ids, span), (cache, self), after, deadline, tenant)
 
     def put_bytes(
-        self, keys: Sequence[Key | bytes], buffers: Sequence[Any], *, after: Any = None, deadline: float | None = None
+        self,
+        keys: Sequence[Key | bytes],
+        buffers: Sequence[Any],
+        *,
+        after: Any = None,
+        deadline: float | None = None,
+        tenant: str | None = None,
     ) -> Job:
-        """Keep raw bytes, one contiguous buffer for each key; the namespace must have `raw`."""
-        return self._bytes("put_bytes", keys, buffers, after, deadline)
+        """Keep raw bytes, one contiguous buffer for each key; the namespace must have `raw`. `tenant` as with `put`."""
+        return self._bytes("put_bytes", keys, buffers, after, deadline, tenant)
 
     def get_bytes(
-        self, keys: Sequence[Key | bytes], buffers: Sequence[Any], *, after: Any = None, deadline: float | None = None
+        self,
+        keys: Sequence[Key | bytes],
+        buffers: Sequence[Any],
+        *,
+        after: Any = None,
+        deadline: float | None = None,
+        tenant: str | None = None,
     ) -> Job:
-        """Fill writable buffers; a chunk of another size is a 'miss'."""
-        return self._bytes("get_bytes", keys, buffers, after, deadline)
+        """Fill writable buffers; a chunk of another size is a 'miss'. `tenant` as with `get`."""
+        return self._bytes("get_bytes", keys, buffers, after, deadline, tenant)
 
-    def _bytes(self, verb: str, keys: Any, buffers: Any, after: Any, deadline: float | None) -> Job:
+    def _bytes(self, verb: str, keys: Any, buffers: Any, after: Any, deadline: float | None, tenant: Any) -> Job:
         names = to_keys(keys, verb)
         if not isinstance(buffers, (list, tuple)):
             raise ArgumentError(f"{verb}: buffers is {type(buffers).__name__}, expected a list of buffers")
@@ -371,14 +410,22 @@ class Store(_OfProcess):
         if verb == "get_bytes":
             _check_apart(spans)
         call = self._core.put_bytes if verb == "put_bytes" else self._core.get_bytes
-        return self._request(verb, call, (names, spans), (views, buffers, self), after, deadline)
+        return self._request(verb, call, (names, spans), (views, buffers, self), after, deadline, tenant)
 
     def _request(
-        self, verb: str, call: Any, args: tuple[Any, ...], keeps: tuple[Any, ...], after: Any, deadline: float | None
+        self,
+        verb: str,
+        call: Any,
+        args: tuple[Any, ...],
+        keeps: tuple[Any, ...],
+        after: Any,
+        deadline: float | None,
+        tenant: Any,
     ) -> Job:
         """Everything is checked before the library hears of it: what raises has not been asked for."""
         self._check_process(verb)
         time_limit = None if deadline is None else _seconds(deadline, f"{verb}: deadline")
+        owner = to_tenant(tenant, f"{verb}: tenant")
         ready = None if after is None else _question(after, verb)
         gate = None
         if ready is not None:
@@ -390,7 +437,7 @@ class Store(_OfProcess):
             self._drop_done(8)
             self._live[job] = None
         try:
-            job._core = call(*args, gate, time_limit)
+            job._core = call(*args, gate, time_limit, owner)
         except Error:
             with self._lock:
                 self._live.pop(job, None)
@@ -424,15 +471,21 @@ class Store(_OfProcess):
         return call(to_keys(keys, verb), numbers, to_flag(ask, f"{verb}: ask"))
 
     def prefetch(
-        self, keys: Sequence[Key | bytes], *, heads: tuple[int, int] | None = None, deadline: float | None = None
+        self,
+        keys: Sequence[Key | bytes],
+        *,
+        heads: tuple[int, int] | None = None,
+        deadline: float | None = None,
+        tenant: str | None = None,
     ) -> Job:
         """Bring chunks that only lower tiers hold into the upper ones, verified, so that a get finds them there.
 
-        'ok': the first tier was offered it, or had it.
+        'ok': the first tier had it, or an upper tier was given it; 'refused': none of them admits it. `tenant` as with
+        `get`.
         """
         names = to_keys(keys, "prefetch")
         numbers = to_numbers(heads, ("first", "count"), "prefetch: heads")
-        return self._request("prefetch", self._core.prefetch, (names, numbers), (self,), None, deadline)
+        return self._request("prefetch", self._core.prefetch, (names, numbers), (self,), None, deadline, tenant)
 
     def pin(self, keys: Sequence[Key | bytes]) -> Pins:
         """Keep what is there from being evicted, until the result is released."""

@@ -351,6 +351,7 @@ void bind_engine(nb::module_& m) {
           nb::arg("engine"))
       .def_prop_ro("kind", [](const EngineHandle& self) { return std::string(open(self).kind()); })
       .def_prop_ro("detail", [](const EngineHandle& self) { return open(self).detail(); })
+      .def_prop_ro("trouble", [](const EngineHandle& self) { return open(self).trouble(); })
       .def_prop_ro("largest", [](const EngineHandle& self) { return open(self).largest(); })
       .def_prop_ro("reads_ranges", [](const EngineHandle& self) { return open(self).reads_ranges(); })
       .def_prop_ro("num_threads", [](const EngineHandle& self) { return open(self).num_threads(); })

@@ -53,4 +53,5 @@ NB_MODULE(_core, m) {
   bind_identity(m);
   bind_engine(m);
   bind_store(m);
+  bind_store_command(m);
 }

@@ -56,3 +56,4 @@ void bind_attention(nb::module_& m);
 void bind_identity(nb::module_& m);
 void bind_engine(nb::module_& m);
 void bind_store(nb::module_& m);
+void bind_store_command(nb::module_& m);

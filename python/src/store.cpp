@@ -38,11 +38,12 @@ struct Gate {
 
 using Heads = std::optional<std::tuple<std::int64_t, std::int64_t, std::int64_t>>;
 
-RequestOptions to_options(const Heads& heads, const Gate* after, std::optional<double> deadline) {
+RequestOptions to_options(const Heads& heads, const Gate* after, std::optional<double> deadline, std::string tenant) {
   RequestOptions out;
   if (heads) out.heads = {std::get<0>(*heads), std::get<1>(*heads), std::get<2>(*heads)};
   if (after != nullptr) out.after = [open = after->open] { return open->load(); };
   if (deadline) out.deadline = to_time(*deadline);
+  out.tenant = std::move(tenant);
   return out;
 }
 
@@ -124,17 +125,37 @@ void bind_store(nb::module_& m) {
            })
       .def("close", &TierHandle::drop);
 
+  nb::class_<AdmissionOptions>(m, "Admission")
+      .def(
+          "__init__",
+          [](AdmissionOptions* self, int min_reuse, std::int64_t reuse_window, std::int64_t write_bytes_a_day,
+             std::int64_t write_burst_bytes, std::int64_t nanoseconds_to_live, std::int64_t tenant_bytes,
+             std::map<std::string, std::int64_t> bytes_of_tenant) {
+            new (self) AdmissionOptions{min_reuse,
+                                        reuse_window,
+                                        write_bytes_a_day,
+                                        write_burst_bytes,
+                                        std::chrono::nanoseconds(nanoseconds_to_live),
+                                        tenant_bytes,
+                                        std::move(bytes_of_tenant)};
+          },
+          nb::arg("min_reuse"), nb::arg("reuse_window"), nb::arg("write_bytes_a_day"), nb::arg("write_burst_bytes"),
+          nb::arg("nanoseconds_to_live"), nb::arg("tenant_bytes"), nb::arg("bytes_of_tenant"));
+
   m.def(
       "host_tier",
-      [](std::int64_t num_bytes, std::string_view eviction, const std::string& shared_name) {
-        return TierHandle(host_tier({num_bytes, to_eviction(eviction), shared_name}));
+      [](std::int64_t num_bytes, std::string_view eviction, const std::string& shared_name,
+         const AdmissionOptions& admission) {
+        return TierHandle(host_tier({num_bytes, to_eviction(eviction), shared_name, admission}));
       },
-      nb::arg("num_bytes"), nb::arg("eviction"), nb::arg("shared_name"), nb::call_guard<GilReleased>());
+      nb::arg("num_bytes"), nb::arg("eviction"), nb::arg("shared_name"), nb::arg("admission"),
+      nb::call_guard<GilReleased>());
   m.def(
       "directory_tier",
       [](const std::string& path, std::int64_t max_bytes, std::optional<std::int64_t> keep_free,
          std::string_view eviction, bool sync, bool group, std::string_view engine, int num_threads,
-         std::int64_t staging_bytes, std::int64_t queue_chunks, double lookup_timeout, bool prepare) {
+         std::int64_t staging_bytes, std::int64_t queue_chunks, double lookup_timeout, bool prepare,
+         const AdmissionOptions& admission) {
         DirectoryTierOptions options;
         options.path = path;
         options.max_bytes = max_bytes;
@@ -150,17 +171,18 @@ void bind_store(nb::module_& m) {
         options.queue_chunks = static_cast<std::size_t>(queue_chunks);
         options.lookup_timeout = to_time(lookup_timeout);
         options.prepare = prepare;
+        options.admission = admission;
         return TierHandle(directory_tier(options));
       },
       nb::arg("path"), nb::arg("max_bytes"), nb::arg("keep_free").none(), nb::arg("eviction"), nb::arg("sync"),
       nb::arg("group"), nb::arg("engine"), nb::arg("num_threads"), nb::arg("staging_bytes"), nb::arg("queue_chunks"),
-      nb::arg("lookup_timeout"), nb::arg("prepare"), nb::call_guard<GilReleased>());
+      nb::arg("lookup_timeout"), nb::arg("prepare"), nb::arg("admission"), nb::call_guard<GilReleased>());
 
   m.def(
       "remote_tier",
       [](const EngineHandle& engine, std::int64_t staging_bytes, std::int64_t queue_chunks, std::int64_t queue_bytes,
          int num_threads, std::int64_t known_chunks, double known_for, double timeout, int retries,
-         double lookup_timeout) {
+         double lookup_timeout, const AdmissionOptions& admission) {
         RemoteTierOptions options;
         options.staging_bytes = staging_bytes;
         options.queue_chunks = static_cast<std::size_t>(queue_chunks);
@@ -171,12 +193,13 @@ void bind_store(nb::module_& m) {
         options.timeout = to_time(timeout);
         options.retries = retries;
         options.lookup_timeout = to_time(lookup_timeout);
+        options.admission = admission;
         if (!engine.share()) throw Error(ErrorCode::kStore, "RemoteTier: the engine is closed");
         return TierHandle(store::make_remote_tier(options, engine.share()));
       },
       nb::arg("engine"), nb::arg("staging_bytes"), nb::arg("queue_chunks"), nb::arg("queue_bytes"),
       nb::arg("num_threads"), nb::arg("known_chunks"), nb::arg("known_for"), nb::arg("timeout"), nb::arg("retries"),
-      nb::arg("lookup_timeout"), nb::call_guard<GilReleased>());
+      nb::arg("lookup_timeout"), nb::arg("admission"), nb::call_guard<GilReleased>());
 
   nb::class_<Gate>(m, "Gate").def(nb::init<>()).def("open", [](Gate& self) { self.open->store(true); });
 
@@ -232,50 +255,50 @@ void bind_store(nb::module_& m) {
       .def(
           "put",
           [](const StoreHandle& self, const nb::list& keys, const Cache& cache, const Ids& blocks, const Heads& heads,
-             const Gate* after, std::optional<double> deadline, Handle stream) {
+             const Gate* after, std::optional<double> deadline, std::string tenant, Handle stream) {
             const std::vector<Key> all = to_keys(keys);
-            const RequestOptions options = to_options(heads, after, deadline);
+            const RequestOptions options = to_options(heads, after, deadline, std::move(tenant));
             const GilReleased release;
             return self->put(all, cache, to_span(blocks), options, to_stream(stream));
           },
           nb::arg("keys"), nb::arg("cache"), nb::arg("blocks"), nb::arg("heads").none(), nb::arg("after").none(),
-          nb::arg("deadline").none(), nb::arg("stream").none())
+          nb::arg("deadline").none(), nb::arg("tenant"), nb::arg("stream").none())
       .def(
           "get",
           [](const StoreHandle& self, const nb::list& keys, const Cache& cache, const Ids& blocks, const Heads& heads,
-             const Gate* after, std::optional<double> deadline, Handle stream) {
+             const Gate* after, std::optional<double> deadline, std::string tenant, Handle stream) {
             const std::vector<Key> all = to_keys(keys);
-            const RequestOptions options = to_options(heads, after, deadline);
+            const RequestOptions options = to_options(heads, after, deadline, std::move(tenant));
             const GilReleased release;
             return self->get(all, cache, to_span(blocks), options, to_stream(stream));
           },
           nb::arg("keys"), nb::arg("cache"), nb::arg("blocks"), nb::arg("heads").none(), nb::arg("after").none(),
-          nb::arg("deadline").none(), nb::arg("stream").none())
+          nb::arg("deadline").none(), nb::arg("tenant"), nb::arg("stream").none())
       .def(
           "put_bytes",
           [](const StoreHandle& self, const nb::list& keys,
              const std::vector<std::pair<std::uintptr_t, std::size_t>>& buffers, const Gate* after,
-             std::optional<double> deadline) {
+             std::optional<double> deadline, std::string tenant) {
             const std::vector<Key> all = to_keys(keys);
             const std::vector<std::span<std::byte>> spans = to_spans(buffers);
             const std::vector<std::span<const std::byte>> from(spans.begin(), spans.end());
-            const RequestOptions options = to_options({}, after, deadline);
+            const RequestOptions options = to_options({}, after, deadline, std::move(tenant));
             const GilReleased release;
             return self->put_bytes(all, from, options);
           },
-          nb::arg("keys"), nb::arg("buffers"), nb::arg("after").none(), nb::arg("deadline").none())
+          nb::arg("keys"), nb::arg("buffers"), nb::arg("after").none(), nb::arg("deadline").none(), nb::arg("tenant"))
       .def(
           "get_bytes",
           [](const StoreHandle& self, const nb::list& keys,
              const std::vector<std::pair<std::uintptr_t, std::size_t>>& buffers, const Gate* after,
-             std::optional<double> deadline) {
+             std::optional<double> deadline, std::string tenant) {
             const std::vector<Key> all = to_keys(keys);
             const std::vector<std::span<std::byte>> spans = to_spans(buffers);
-            const RequestOptions options = to_options({}, after, deadline);
+            const RequestOptions options = to_options({}, after, deadline, std::move(tenant));
             const GilReleased release;
             return self->get_bytes(all, spans, options);
           },
-          nb::arg("keys"), nb::arg("buffers"), nb::arg("after").none(), nb::arg("deadline").none())
+          nb::arg("keys"), nb::arg("buffers"), nb::arg("after").none(), nb::arg("deadline").none(), nb::arg("tenant"))
       .def(
           "lookup",
           [](const StoreHandle& self, const nb::list& keys,
@@ -312,13 +335,14 @@ void bind_store(nb::module_& m) {
           "prefetch",
           [](const StoreHandle& self, const nb::list& keys,
              const std::optional<std::pair<std::int64_t, std::int64_t>>& heads, const Gate*,
-             std::optional<double> deadline) {
+             std::optional<double> deadline, std::string tenant) {
             const std::vector<Key> all = to_keys(keys);
-            const RequestOptions options = to_options({}, nullptr, deadline);
+            const RequestOptions options = to_options({}, nullptr, deadline, std::move(tenant));
             const GilReleased release;
             return self->prefetch(all, to_range(heads), options);
           },
-          nb::arg("keys"), nb::arg("heads").none(), nb::arg("after").none(), nb::arg("deadline").none())
+          nb::arg("keys"), nb::arg("heads").none(), nb::arg("after").none(), nb::arg("deadline").none(),
+          nb::arg("tenant"))
       .def(
           "pin",
           [](const StoreHandle& self, const nb::list& keys) {

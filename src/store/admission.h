@@ -103,6 +103,8 @@ class Admission {
 
   const AdmissionOptions& options() const noexcept { return options_; }
   std::size_t memory() const;  ///< bytes of counters
+  bool has_quotas() const noexcept { return quotas_; }
+  bool has_time_to_live() const noexcept { return options_.time_to_live.count() > 0; }
 
  private:
   struct Account {
@@ -119,6 +121,49 @@ class Admission {
   WriteBudget budget_;
   std::vector<Account> accounts_;  // by tenant
   std::map<std::string, Tenant, std::less<>> tenants_;
+};
+
+/// Whose a request's chunks are; null: the nameless tenant's.
+using TenantName = std::shared_ptr<const std::string>;
+
+/// What admit() said of one write. An admitted one is under way, its bytes taken, until it is written(); where that
+/// never comes its end gives them back: whoever drops a write need not think of it. One thread at a time.
+class Admitted {
+ public:
+  Admitted() = default;
+  explicit Admitted(Admit why) : why_(why) {}
+  Admitted(std::shared_ptr<Admission> by, std::int64_t bytes, Admission::Tenant tenant)
+      : by_(std::move(by)), bytes_(bytes), tenant_(tenant) {}
+  Admitted(Admitted&& other) noexcept = default;
+  Admitted& operator=(Admitted&& other) noexcept {
+    give_back();
+    by_ = std::move(other.by_);
+    bytes_ = other.bytes_;
+    tenant_ = other.tenant_;
+    why_ = other.why_;
+    return *this;
+  }
+  ~Admitted() { give_back(); }
+
+  Admit why() const { return why_; }
+  explicit operator bool() const { return why_ == Admit::kYes; }
+  Admission::Tenant tenant() const { return tenant_; }
+  /// The bytes are in the tier, which holds() them by now where it counts them.
+  void written() {
+    if (by_) by_->released(bytes_, tenant_);
+    by_ = nullptr;
+  }
+
+ private:
+  void give_back() noexcept {
+    if (by_) by_->cancelled(bytes_, tenant_);
+    by_ = nullptr;
+  }
+
+  std::shared_ptr<Admission> by_;
+  std::int64_t bytes_ = 0;
+  Admission::Tenant tenant_ = Admission::kNameless;
+  Admit why_ = Admit::kYes;
 };
 
 }  // namespace kvstride::store

@@ -16,7 +16,6 @@ namespace {
 
 constexpr std::array<char, 8> kMagic{'K', 'V', 'S', 'T', 'R', 'I', 'D', 'E'};
 constexpr std::uint32_t kVersion = 1;
-constexpr std::int64_t kMaxHeader = 1 << 20;
 constexpr std::size_t kKeyAt = 128;  ///< Key::kMaxBytes of room
 
 /// The fixed part. Numbers are little-endian, which is what the machines that we support have.
@@ -95,9 +94,9 @@ Frame::Frame(const Namespace& space, Content content) : content_(std::move(conte
   if (granules == 0) throw Error(ErrorCode::kArgument, "store: a chunk of 0 bytes");
   const std::size_t texts = content_.order.size() + space.text().size();
   header_bytes_ = whole_pages(kFixedHeader + granules * 8 + static_cast<std::int64_t>(texts));
-  if (header_bytes_ > kMaxHeader) {
+  if (header_bytes_ > kLargestHeader) {
     throw Error(ErrorCode::kArgument, fmt::format("store: a chunk of {} bytes needs a header of {} bytes, more than {}",
-                                                  content_.payload_bytes(), header_bytes_, kMaxHeader));
+                                                  content_.payload_bytes(), header_bytes_, kLargestHeader));
   }
   Fixed fixed{};
   std::copy(kMagic.begin(), kMagic.end(), fixed.magic);
@@ -188,7 +187,7 @@ std::optional<std::int64_t> header_length(std::span<const std::byte> start) {
   if (start.size() < static_cast<std::size_t>(kFixedHeader)) return std::nullopt;
   std::memcpy(&fixed, start.data(), sizeof fixed);
   if (!std::equal(kMagic.begin(), kMagic.end(), fixed.magic) || fixed.version != kVersion) return std::nullopt;
-  if (fixed.header_bytes == 0 || fixed.header_bytes % kPage != 0 || fixed.header_bytes > kMaxHeader) {
+  if (fixed.header_bytes == 0 || fixed.header_bytes % kPage != 0 || fixed.header_bytes > kLargestHeader) {
     return std::nullopt;
   }
   return fixed.header_bytes;

@@ -17,6 +17,7 @@
 namespace kvstride::store {
 
 inline constexpr std::int64_t kGranuleBytes = 256 << 10;
+inline constexpr std::int64_t kLargestHeader = 1 << 20;
 
 /// What a payload holds: a section that belongs to all heads, then one of `head_bytes` for each head.
 struct Content {

@@ -54,10 +54,11 @@ std::int64_t room_for(std::int64_t bytes) {
   return (pages + leaves + (leaves > 4 ? leaves / kExtents + 1 : 0)) * kPage;
 }
 
-Directory::Directory(std::shared_ptr<Io> io, Options options, Counters& counters)
+Directory::Directory(std::shared_ptr<Io> io, Options options, Counters& counters, std::shared_ptr<Admission> admission)
     : io_(std::move(io)),
       options_(std::move(options)),
       counters_(counters),
+      admission_(std::move(admission)),
       folders_(io_, options_.path, options_.group),
       index_(options_.policy) {
   struct statvfs disk {};
@@ -156,6 +157,8 @@ std::int64_t Directory::used_bytes() const {
 /// The lock must be held.
 void Directory::drop(Slot slot, bool remember) {
   if (slot < generations_.size()) ++generations_[slot];
+  const File file = known(slot);
+  admission_->released(file.bytes, file.tenant);
   index_.remove(slot, remember);
 }
 
@@ -191,21 +194,61 @@ void Directory::other_length(const PieceId& id, std::int64_t bytes) {
   if (!sound_length(bytes) || bytes > options_.largest) {
     lose(id);
   } else if (const Slot slot = index_.find(id); slot != kNoSlot) {
+    const File file = known(slot);
+    admission_->holds(bytes - file.bytes, file.tenant);
     index_.resize(slot, static_cast<std::uint32_t>(bytes / kPage));
   }
 }
 
-/// `used` in seconds. Whether it is known now: not where it is about to go, or may have gone since num_gone() was
-/// `seen`. Who found a file by looking at the directory says so.
-bool Directory::insert(const PieceId& id, std::int64_t bytes, std::int64_t used, bool read,
-                       std::optional<std::uint64_t> seen) {
+/// Whether it is known now: not where it is about to go, or may have gone since num_gone() was `seen`. Who found a file
+/// by looking at the directory says so.
+bool Directory::insert(const PieceId& id, const File& file, std::optional<std::uint64_t> seen) {
   const std::lock_guard lock(mutex_);
   if (index_.find(id) != kNoSlot) return true;
   if (is_going(id) || (seen && gone_since(id.key, *seen))) return false;
-  index_.insert(
-      id, {static_cast<std::uint64_t>(std::max<std::int64_t>(used, 0)), static_cast<std::uint32_t>(bytes / kPage)},
-      read);
+  const Held held{static_cast<std::uint64_t>(std::max<std::int64_t>(file.used, 0)),
+                  static_cast<std::uint32_t>(file.bytes / kPage)};
+  const Slot slot = index_.insert(id, held, file.read);
+  if (admission_->has_time_to_live() || admission_->has_quotas()) {
+    if (slot >= kept_.size()) kept_.resize(std::max<std::size_t>(slot + 1, 2 * kept_.size()));
+    kept_[slot] = {file.written, file.tenant};
+    admission_->holds(file.bytes, file.tenant);
+  }
   return true;
+}
+
+/// The lock must be held.
+Directory::File Directory::known(Slot slot) const {
+  const Held& held = index_.held(slot);
+  const Kept kept = slot < kept_.size() ? kept_[slot] : Kept{};
+  return {held.pages * kPage, static_cast<std::int64_t>(held.place), kept.written, index_.was_read(slot), kept.tenant};
+}
+
+bool Directory::is_expired(std::int64_t written) const {
+  return admission_->has_time_to_live() && admission_->expired(Admission::Time(written), Admission::Time(io_->now()));
+}
+
+/// Now and then, so that lookups do not promise for long what a get will not give; some files at a time.
+void Directory::drop_expired() {
+  constexpr std::size_t kAtOnce = 4096;
+  const Clock::time_point now = Clock::now();
+  const auto every = std::min<Clock::duration>(admission_->options().time_to_live / 16, std::chrono::seconds(30));
+  if (!admission_->has_time_to_live() || now - swept_ < every) return;
+  std::vector<PieceId> old;
+  const Admission::Time time(io_->now());
+  {
+    const std::lock_guard lock(mutex_);
+    index_.for_each([&](Slot slot) {
+      if (old.size() < kAtOnce && admission_->expired(Admission::Time(known(slot).written), time)) {
+        old.push_back(index_.id(slot));
+      }
+    });
+  }
+  for (const PieceId& id : old) {
+    let_go(id, Going::kExpired);
+    settle(id);
+  }
+  if (old.size() < kAtOnce) swept_ = now;
 }
 
 /// The lock must be held.
@@ -238,8 +281,9 @@ std::uint64_t Directory::num_gone() const {
 
 void Directory::let_go(const PieceId& id, Going why) {
   const std::lock_guard lock(mutex_);
-  lose(id);
+  const bool known = lose(id);
   if (why == Going::kDamaged) counters_.add(Count::kCorrupt);
+  if (why == Going::kExpired && known) counters_.add(Count::kExpired);
   if (!read_only() && !is_going(id)) going_.push_back({id, why});
 }
 
@@ -357,12 +401,13 @@ bool Directory::probe(std::uint32_t space, std::span<const Key> keys, Heads head
           counters_.add(Count::kForeign);
           break;
         }
-        if (!believable(folder.fd(), file_name(key, split).c_str(), id, stat)) {
-          let_go(id, Going::kDamaged);
+        const bool expired = is_expired(nanoseconds(stat.st_mtim));
+        if (expired || !believable(folder.fd(), file_name(key, split).c_str(), id, stat)) {
+          let_go(id, expired ? Going::kExpired : Going::kDamaged);
           settle(id);
           break;
         }
-        known = insert(id, stat.st_size, stat.st_atim.tv_sec, false, seen);
+        known = insert(id, {stat.st_size, stat.st_atim.tv_sec, nanoseconds(stat.st_mtim)}, seen);
       }
       here = here || known;
     }
@@ -385,6 +430,11 @@ int Directory::open_piece(const PieceId& id, std::int64_t& bytes) {
   if (foreign) {
     counters_.add(Count::kForeign);
     forget(id);
+    error = -ENOENT;
+  }
+  if (error == 0 && is_expired(nanoseconds(stat.st_mtim))) {
+    let_go(id, Going::kExpired);
+    settle(id);
     error = -ENOENT;
   }
   if (error < 0) {
@@ -465,7 +515,7 @@ std::optional<Outcome> Directory::begin(const PieceId& id, std::int64_t bytes, D
   return failed(error);
 }
 
-Outcome Directory::publish(const PieceId& id, Draft& draft) {
+Outcome Directory::publish(const PieceId& id, Draft& draft, Admission::Tenant tenant) {
   int error = options_.sync ? retry([&] { return io_->fdatasync(draft.fd); }) : 0;
   struct stat stat {};
   if (error == 0) error = io_->stat_fd(draft.fd, stat);
@@ -491,7 +541,7 @@ Outcome Directory::publish(const PieceId& id, Draft& draft) {
         ledger_->commit(draft.reserved, bytes_on_disk(stat));
         known_used_ += bytes_on_disk(stat);
         draft.reserved = 0;
-        insert(id, stat.st_size, io_->now() / kSecond, false);
+        insert(id, {stat.st_size, io_->now() / kSecond, nanoseconds(stat.st_mtim), false, tenant});
         return Outcome::kOk;
       }
     }

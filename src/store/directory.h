@@ -44,7 +44,7 @@ struct Pin {
 };
 
 /// Why a piece goes.
-enum class Going : std::uint8_t { kDamaged, kRemoved };
+enum class Going : std::uint8_t { kDamaged, kRemoved, kExpired };
 
 /// Thread-safe. Calls of the second part wait for the file system: they belong on the tier's own threads.
 class Directory {
@@ -60,7 +60,8 @@ class Directory {
   };
   /// Opens or makes the directory, and learns what is in it from names and sizes: no payload is read. Throws
   /// Error(kStore).
-  Directory(std::shared_ptr<Io> io, Options options, Counters& counters);
+  Directory(std::shared_ptr<Io> io, Options options, Counters& counters,
+            std::shared_ptr<Admission> admission = std::make_shared<Admission>(AdmissionOptions{}));
   ~Directory();
 
   // --- In memory.
@@ -102,8 +103,8 @@ class Directory {
 
   /// Room for a file of `bytes` and an open draft, or why not.
   std::optional<Outcome> begin(const PieceId& id, std::int64_t bytes, Draft& out);
-  /// Gives the draft its name. kOk also where another one has it.
-  Outcome publish(const PieceId& id, Draft& draft);
+  /// Gives the draft its name; the piece is the tenant's then. kOk also where another one has the name.
+  Outcome publish(const PieceId& id, Draft& draft, Admission::Tenant tenant = Admission::kNameless);
   void discard(Draft& draft);
   /// The file system was full: makes room for `bytes` by evicting, if it can.
   bool make_space(std::int64_t bytes);
@@ -128,6 +129,19 @@ class Directory {
     PieceId id;
     Going why;
   };
+  /// What is known of a file.
+  struct File {
+    std::int64_t bytes = 0;
+    std::int64_t used = 0;     ///< last, in seconds
+    std::int64_t written = 0;  ///< in nanoseconds
+    bool read = false;         ///< since it was written
+    Admission::Tenant tenant = Admission::kNameless;
+  };
+  /// By slot, where one of the two counts.
+  struct Kept {
+    std::int64_t written = 0;
+    Admission::Tenant tenant = Admission::kNameless;
+  };
   struct Scan;
 
   const Digest& digest(std::uint32_t space) const;
@@ -138,8 +152,10 @@ class Directory {
   /// other processes look for nothing else.
   int mark_split(std::uint32_t space, Heads heads);
 
-  bool insert(const PieceId& id, std::int64_t bytes, std::int64_t used, bool read,
-              std::optional<std::uint64_t> seen = std::nullopt);
+  bool insert(const PieceId& id, const File& file, std::optional<std::uint64_t> seen = std::nullopt);
+  File known(Slot slot) const;
+  bool is_expired(std::int64_t written) const;
+  void drop_expired();
   void drop(Slot slot, bool remember);
   void tell_gone(const PieceId& id);
   bool lose(const PieceId& id);
@@ -177,6 +193,7 @@ class Directory {
   const std::shared_ptr<Io> io_;
   const Options options_;
   Counters& counters_;
+  const std::shared_ptr<Admission> admission_;
   Folders folders_;
   bool direct_ = false;
   std::int64_t keep_free_ = 0;
@@ -189,12 +206,14 @@ class Directory {
   std::atomic<std::int64_t> known_used_{0};  ///< by the account, and what this process has changed since
   Clock::time_point rescanned_{};
   Clock::time_point counted_{};
+  Clock::time_point swept_{};  ///< for what is past its time to live
 
   /// Held shared while files come and go, exclusively while they are counted.
   std::shared_mutex files_;
   mutable std::mutex mutex_;  ///< the index, spaces and what is going
   Index index_;
   std::vector<std::uint32_t> generations_;  ///< by slot; empty until something is pinned
+  std::vector<Kept> kept_;                  ///< by slot; empty without time to live and quotas
   std::vector<std::unique_ptr<Space>> spaces_;
   std::vector<Gone> going_;
   std::uint64_t num_gone_ = 0;  ///< files that were in going_, and are no longer

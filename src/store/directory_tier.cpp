@@ -13,7 +13,8 @@ namespace {
 
 class DirectoryTier final : public Tier {
  public:
-  explicit DirectoryTier(std::shared_ptr<DiskThreads> disk) : disk_(std::move(disk)) {}
+  DirectoryTier(std::shared_ptr<DiskThreads> disk, std::shared_ptr<Admission> admission)
+      : Tier(std::move(admission)), disk_(std::move(disk)) {}
   ~DirectoryTier() override {
     disk_->stop();
     keep_where_forked(disk_, disk_->pid_);
@@ -93,6 +94,7 @@ class DirectoryTier final : public Tier {
   }
 
  private:
+  Counters& counters() override { return disk_->counters_; }
   void let_go(const PieceId& id, Going why) {
     disk_->directory_.let_go(id, why);
     disk_->add_task([disk = disk_.get(), id] { disk->directory_.settle(id); });
@@ -121,9 +123,10 @@ TierPtr make_directory_tier(const DirectoryTierOptions& given, std::shared_ptr<I
     throw Error(ErrorCode::kArgument, fmt::format("DirectoryTier: staging_bytes is {}, at least {} are needed",
                                                   options.staging_bytes, 2 * kPage));
   }
-  auto disk = std::make_shared<DiskThreads>(options, std::move(io));
+  auto admission = std::make_shared<Admission>(options.admission);
+  auto disk = std::make_shared<DiskThreads>(options, std::move(io), admission);
   disk->start();
-  return std::make_shared<DirectoryTier>(std::move(disk));
+  return std::make_shared<DirectoryTier>(std::move(disk), std::move(admission));
 }
 
 }  // namespace kvstride::store

@@ -257,7 +257,7 @@ void DiskThreads::end_write(Operation& operation, Outcome outcome) noexcept {
   WriteRequest request = std::move(*operation.write);
   const bool written = outcome == Outcome::kOk && operation.draft.fd >= 0;
   try {
-    if (written) outcome = directory_.publish(request.id, operation.draft);
+    if (written) outcome = directory_.publish(request.id, operation.draft, request.admitted.tenant());
   } catch (...) {  // no memory
     outcome = Outcome::kIoError;
   }
@@ -268,10 +268,10 @@ void DiskThreads::end_write(Operation& operation, Outcome outcome) noexcept {
   if (written && outcome == Outcome::kOk) {
     counters_.add(Count::kWrites);
     counters_.add(Count::kWriteBytes, static_cast<std::uint64_t>(operation.bytes));
+    request.admitted.written();
   }
   counters_.write_seconds.add(Clock::now() - operation.start);
-  request.image = nullptr;
-  request.done(outcome);
+  request.finish(outcome);
 }
 
 }  // namespace kvstride::store

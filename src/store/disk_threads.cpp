@@ -18,7 +18,8 @@ using Engine = DirectoryTierOptions::Engine;
 
 }  // namespace
 
-DiskThreads::DiskThreads(const DirectoryTierOptions& options, const std::shared_ptr<Io>& io)
+DiskThreads::DiskThreads(const DirectoryTierOptions& options, const std::shared_ptr<Io>& io,
+                         std::shared_ptr<Admission> admission)
     : options_(options),
       io_(io),
       staging_(std::make_shared<Staging>(options.staging_bytes)),
@@ -26,7 +27,7 @@ DiskThreads::DiskThreads(const DirectoryTierOptions& options, const std::shared_
                  {options.path, options.max_bytes, options.keep_free,
                   options.eviction == Eviction::kLru ? Policy::kLru : Policy::kS3Fifo, options.sync, options.group,
                   staging_->largest()},
-                 counters_) {}
+                 counters_, std::move(admission)) {}
 
 void DiskThreads::start() {
   // Which engine it will be is found out at once, without pinning memory.

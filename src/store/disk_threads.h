@@ -44,7 +44,7 @@ struct Operation {
 class DiskThreads : public std::enable_shared_from_this<DiskThreads> {
  public:
   /// Opens the directory; start() makes the threads. Throws Error(kStore).
-  DiskThreads(const DirectoryTierOptions& options, const std::shared_ptr<Io>& io);
+  DiskThreads(const DirectoryTierOptions& options, const std::shared_ptr<Io>& io, std::shared_ptr<Admission> admission);
 
   void start();
   void stop();

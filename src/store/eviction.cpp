@@ -96,9 +96,7 @@ std::int64_t Directory::evict_one() {
   bool rescanned = false;
   while (true) {
     std::optional<PieceId> id;
-    bool unread = false;
-    std::int64_t last_use = 0;
-    std::int64_t bytes = 0;
+    File file;
     // While it goes it is in going_: nobody finds its file again, or takes it for one that another process wrote.
     std::unique_lock settling(going_mutex_);
     {
@@ -106,9 +104,7 @@ std::int64_t Directory::evict_one() {
       const Slot slot = index_.victim();
       if (slot != kNoSlot) {
         id = index_.id(slot);
-        unread = !index_.was_read(slot);
-        last_use = static_cast<std::int64_t>(index_.held(slot).place);
-        bytes = index_.held(slot).pages * kPage;
+        file = known(slot);
         drop(slot, true);
         going_.push_back({*id, Going::kRemoved});
       }
@@ -125,10 +121,12 @@ std::int64_t Directory::evict_one() {
       adopt(found);
       continue;
     }
-    if (const auto use = spared < kSpared ? used_elsewhere(*id, last_use) : std::nullopt) {
+    if (const auto use = spared < kSpared ? used_elsewhere(*id, file.used) : std::nullopt) {
       ++spared;
       done_going(*id);
-      insert(*id, bytes, *use, true);
+      file.used = *use;
+      file.read = true;
+      insert(*id, file);
       continue;
     }
     std::int64_t freed = 0;
@@ -136,13 +134,13 @@ std::int64_t Directory::evict_one() {
     done_going(*id);
     if (error == 0) {
       counters_.add(Count::kEvictions);
-      if (unread) counters_.add(Count::kEvictedUnread);
+      if (!file.read) counters_.add(Count::kEvictedUnread);
       const std::lock_guard lock(mutex_);
       tell_gone(*id);
       return std::max<std::int64_t>(freed, 1);
     }
     if (error == -ENOENT) continue;  // another process evicted it and has its room
-    insert(*id, bytes, last_use, !unread);
+    insert(*id, file);
     if (error != -EBUSY) counters_.add(Count::kIoErrors);
     return 0;
   }

@@ -119,6 +119,19 @@ StoreImpl::Begun StoreImpl::begin_get(const std::shared_ptr<Fetch>& fetch) {
   }
   plan_reads(*fetch);
   for (Reading& reading : fetch->readings) {
+    if (!fetch->asked) ask(reading.id);
+    if (reading.whole && may_promote(job)) {
+      reading.offers = offer(job, reading.id, reading.result.bytes, reading.tier);
+    }
+  }
+  fetch->asked = true;
+  if (job.verb == Verb::kPrefetch && !some_wanted(*fetch)) {
+    end(job, chunk, Stage::kQueued, Outcome::kRefused);
+    end(job, chunk, Stage::kWaiting, Outcome::kRefused);
+    leave();
+    return Begun::kYes;
+  }
+  for (Reading& reading : fetch->readings) {
     if (tiers_[reading.tier]->lends()) continue;
     if (!fits(reading.result.bytes)) {
       end(job, chunk, Stage::kQueued, Outcome::kRefused);
@@ -127,7 +140,7 @@ StoreImpl::Begun StoreImpl::begin_get(const std::shared_ptr<Fetch>& fetch) {
       return Begun::kYes;
     }
     // A whole image may stay in an upper tier.
-    reading.into = buffer_for(reading.result.bytes, may_promote(job) && reading.whole ? 0 : reading.tier);
+    reading.into = buffer_for(reading.result.bytes, first_admitted(reading.offers).value_or(reading.tier));
     if (!reading.into && !(reading.into = buffer_for(reading.result.bytes, 0))) {
       fetch->readings.clear();
       return Begun::kStarved;
@@ -340,7 +353,7 @@ void StoreImpl::deliver(Fetch& fetch, const std::vector<std::shared_ptr<const Sh
   }
   // Before the end: who removes the chunk after its get shall not find it in an upper tier.
   try {
-    if (may_promote(job)) promote(fetch);
+    promote(fetch);
   } catch (...) {  // no memory
   }
   fetch.readings.clear();  // who sees the get done can have the memory
@@ -356,17 +369,33 @@ void StoreImpl::keep(Fetch& fetch) {
   leave();
 }
 
-/// Whole images of lower tiers go to the upper ones.
+/// Whole images of lower tiers go to the upper ones that admit them.
 void StoreImpl::promote(Fetch& fetch) {
   for (Reading& reading : fetch.readings) {
-    if (!reading.whole) continue;
-    for (std::size_t i = 0; i < reading.tier; ++i) {
-      const PieceId id{numbers_[i], reading.id.key, reading.id.heads};
-      if (tiers_[i]->holds(id)) continue;
+    count_refusals(reading.offers);
+    for (Offer& one : reading.offers) {
+      if (!one.admitted) continue;
       count(Tally::kPromoted);
-      tiers_[i]->write({id, reading.result.image, reading.result.bytes, fetch.job->deadline, {}, [](Outcome) {}});
+      tiers_[one.tier]->write({in_tier(one.tier, reading.id),
+                               reading.result.image,
+                               reading.result.bytes,
+                               fetch.job->deadline,
+                               {},
+                               [](Outcome) {},
+                               std::move(one.admitted),
+                               fetch.job->tenant});
     }
   }
+}
+
+/// Of a prefetch only what an upper tier takes is read; whether that is anything.
+bool StoreImpl::some_wanted(Fetch& fetch) {
+  std::erase_if(fetch.readings, [&](const Reading& reading) {
+    const bool wanted = first_admitted(reading.offers).has_value();
+    if (!wanted) count_refusals(reading.offers);
+    return !wanted;
+  });
+  return !fetch.readings.empty();
 }
 
 }  // namespace kvstride::store

@@ -49,7 +49,8 @@ class HostBuffer final : public Buffer {
 class HostTier final : public Tier, public std::enable_shared_from_this<HostTier> {
  public:
   explicit HostTier(const HostTierOptions& options)
-      : memory_(options.shared_name.empty() ? std::make_unique<Memory>(options.num_bytes)
+      : Tier(std::make_shared<Admission>(options.admission)),
+        memory_(options.shared_name.empty() ? std::make_unique<Memory>(options.num_bytes)
                                             : std::make_unique<Memory>(options.num_bytes, options.shared_name)),
         extents_(memory_->size() / kPage * kPage),
         index_(options.eviction == Eviction::kLru ? Policy::kLru : Policy::kS3Fifo) {}
@@ -71,15 +72,19 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
   }
 
   void pieces(std::uint32_t space, const Key& key, std::vector<Piece>& out) override {
+    std::vector<ExtentPtr> dropped;
     const std::lock_guard lock(mutex_);
-    found_.clear();
-    index_.find(space, key, found_);
+    find_live(space, key, dropped);
     for (const Slot slot : found_) out.push_back({index_.heads(slot), index_.held(slot).pages * kPage});
   }
 
   std::size_t covered(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix,
                       std::span<std::uint8_t> out) override {
+    std::vector<ExtentPtr> dropped;
     const std::lock_guard lock(mutex_);
+    if (admission_->has_time_to_live()) {
+      for (const Key& key : keys) find_live(space, key, dropped);
+    }
     return index_.covered(space, keys, heads, prefix, out);
   }
 
@@ -92,14 +97,16 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
     bytes = whole_pages(bytes);
     if (bytes > largest()) return nullptr;
     std::optional<std::int64_t> offset;
-    std::vector<Demotion> demotions;
-    {
-      const std::lock_guard lock(mutex_);
-      while (!(offset = extents_.take(bytes)) && evict(demotions)) {
+    constexpr int kAtOnce = 8;
+    for (int demotions = 0; !offset;) {
+      std::optional<Demotion> demotion;
+      {
+        const std::lock_guard lock(mutex_);
+        offset = extents_.take(bytes);
+        if (!offset && !evict(demotions < kAtOnce ? &demotion : nullptr)) return nullptr;
       }
+      if (demotion && demote(std::move(*demotion))) ++demotions;
     }
-    for (Demotion& demotion : demotions) demote(std::move(demotion));
-    if (!offset) return nullptr;
     return std::make_shared<HostBuffer>(shared_from_this(), std::make_shared<Extent>(this, *offset, bytes));
   }
 
@@ -109,16 +116,18 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
   }
 
   bool holds(const PieceId& id) override {
+    std::vector<ExtentPtr> dropped;
     const std::lock_guard lock(mutex_);
-    return index_.find(id) != kNoSlot;
+    return find_live(id, dropped) != kNoSlot;
   }
 
   void read(ReadRequest request) override {
     const auto begin = Clock::now();
     ReadResult result;
     {
+      std::vector<ExtentPtr> dropped;
       const std::lock_guard lock(mutex_);
-      if (const Slot slot = index_.find(request.id); slot != kNoSlot) {
+      if (const Slot slot = find_live(request.id, dropped); slot != kNoSlot) {
         index_.touch(slot);
         result = {Outcome::kOk, std::make_shared<HostBuffer>(shared_from_this(), images_[slot]),
                   index_.held(slot).pages * kPage};
@@ -137,35 +146,39 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
     const auto begin = Clock::now();
     if (request.bytes > largest()) {
       counters_.add(Count::kRefusedLarge);
-      return request.done(Outcome::kRefused);
+      return request.finish(Outcome::kRefused);
     }
     BufferPtr image = request.image;
     if (image->home() != this || image->bytes() != whole_pages(request.bytes)) {
       image = buffer(request.bytes);
       if (!image) {
         counters_.add(Count::kRefusedFull);
-        return request.done(Outcome::kRefused);
+        return request.finish(Outcome::kRefused);
       }
       std::copy_n(request.image->data(), request.bytes, image->data());
     }
     {
+      std::vector<ExtentPtr> dropped;
       const std::lock_guard lock(mutex_);
-      if (const Slot there = index_.find(request.id); there != kNoSlot) {
+      if (const Slot there = find_live(request.id, dropped); there != kNoSlot) {
         counters_.add(Count::kAlreadyThere);
         index_.touch(there);
       } else {
         const ExtentPtr& extent = static_cast<HostBuffer&>(*image).extent();
-        const Slot slot = index_.insert(request.id, {static_cast<std::uint64_t>(extent->offset()),
-                                                     static_cast<std::uint32_t>(extent->bytes() / kPage)});
+        const Slot slot =
+            index_.insert(request.id, {place_of(begin), static_cast<std::uint32_t>(extent->bytes() / kPage)});
         if (slot >= images_.size()) images_.resize(std::max<std::size_t>(slot + 1, 2 * images_.size()));
         images_[slot] = extent;
+        set_tenant(slot, request.tenant);
+        admission_->holds(extent->bytes(), tenant_of(slot));
+        request.admitted.written();
         counters_.add(Count::kWrites);
         counters_.add(Count::kWriteBytes, static_cast<std::uint64_t>(image->bytes()));
       }
     }
     counters_.write_seconds.add(Clock::now() - begin);
-    image = request.image = nullptr;
-    request.done(Outcome::kOk);
+    image = nullptr;
+    request.finish(Outcome::kOk);
   }
 
   void damaged(const PieceId& id) override {
@@ -173,23 +186,22 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
   }
 
   bool remove(std::uint32_t space, const Key& key) override {
-    std::vector<ExtentPtr> dropped;  // given back after the lock
+    std::vector<ExtentPtr> dropped;
     const std::lock_guard lock(mutex_);
-    found_.clear();
-    index_.find(space, key, found_);
+    find_live(space, key, dropped);
     for (const Slot slot : found_) {
-      dropped.push_back(std::move(images_[slot]));
-      index_.remove(slot, false);
+      dropped.emplace_back();  // may throw
+      dropped.back() = take_out(slot, false);
     }
-    counters_.add(Count::kRemoved, dropped.size());
-    return !dropped.empty();
+    counters_.add(Count::kRemoved, found_.size());
+    return !found_.empty();
   }
 
   std::shared_ptr<void> pin(std::uint32_t space, const Key& key) override {
     auto pinned = std::make_shared<std::vector<HostBuffer>>();
+    std::vector<ExtentPtr> dropped;
     const std::lock_guard lock(mutex_);
-    found_.clear();
-    index_.find(space, key, found_);
+    find_live(space, key, dropped);
     for (const Slot slot : found_) pinned->emplace_back(shared_from_this(), images_[slot]);
     return pinned->empty() ? nullptr : pinned;
   }
@@ -202,7 +214,7 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
 
   void only_here(const PieceId& id) override {
     const std::lock_guard lock(mutex_);
-    if (const Slot slot = index_.find(id); slot != kNoSlot) index_.held(slot).place = kOnlyHere;
+    if (const Slot slot = index_.find(id); slot != kNoSlot) index_.held(slot).place |= kOnlyHere;
   }
 
   void pin_memory(Device device) noexcept override { pinning_.pin(device, *memory_, counters_); }
@@ -227,35 +239,79 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
   std::byte* at(std::int64_t offset) const { return memory_->data() + offset; }
 
  private:
-  static constexpr std::uint64_t kOnlyHere = 1;  ///< Held::place
+  // Held::place: when it was written, and whether some tier below lacks it.
+  static constexpr std::uint64_t kOnlyHere = 1;
+  static std::uint64_t place_of(Clock::time_point written) {
+    return static_cast<std::uint64_t>(Admission::Time(written.time_since_epoch()).count()) << 1;
+  }
+  bool is_expired(Slot slot) const {
+    if (!admission_->has_time_to_live()) return false;
+    const Admission::Time written(static_cast<std::int64_t>(index_.held(slot).place >> 1));
+    return admission_->expired(written, Clock::now().time_since_epoch());
+  }
 
   struct Demotion {
     PieceId id;
     BufferPtr image;
     std::shared_ptr<Tier> to;
+    TenantName tenant;
   };
   struct Lower {
     std::weak_ptr<Tier> tier;
     std::uint32_t space = 0;
   };
 
-  /// Lets go of the entry whose turn it is, if nobody has it in hand. What the lower tier lacks goes to `demotions`, a
-  /// few at a time; its room is free when the lower tier is done with it.
-  bool evict(std::vector<Demotion>& demotions) {
-    constexpr std::size_t kAtOnce = 8;
+  // The lock must be held for all of these; what they drop is given back after it.
+
+  /// An entry's image; the entry goes.
+  ExtentPtr take_out(Slot slot, bool remember) {
+    ExtentPtr out = std::move(images_[slot]);
+    admission_->released(out->bytes(), tenant_of(slot));
+    if (slot < tenants_.size()) tenants_[slot] = nullptr;
+    index_.remove(slot, remember);
+    return out;
+  }
+
+  Slot live(Slot slot, std::vector<ExtentPtr>& dropped) {
+    if (slot == kNoSlot || !is_expired(slot)) return slot;
+    dropped.emplace_back();  // may throw
+    dropped.back() = take_out(slot, false);
+    counters_.add(Count::kExpired);
+    return kNoSlot;
+  }
+  Slot find_live(const PieceId& id, std::vector<ExtentPtr>& dropped) { return live(index_.find(id), dropped); }
+  /// Fills found_; what is too old goes.
+  void find_live(std::uint32_t space, const Key& key, std::vector<ExtentPtr>& dropped) {
+    found_.clear();
+    index_.find(space, key, found_);
+    std::erase_if(found_, [&](Slot slot) { return live(slot, dropped) == kNoSlot; });
+  }
+
+  void set_tenant(Slot slot, const TenantName& tenant) {
+    if (!tenant && slot >= tenants_.size()) return;
+    if (slot >= tenants_.size()) tenants_.resize(std::max<std::size_t>(slot + 1, images_.size()));
+    tenants_[slot] = tenant;
+  }
+  Admission::Tenant tenant_of(Slot slot) {
+    return slot < tenants_.size() && tenants_[slot] ? admission_->tenant(*tenants_[slot]) : Admission::kNameless;
+  }
+
+  /// Lets go of the entry whose turn it is, if nobody has it in hand. What a lower tier lacks goes to `demotion`, if
+  /// that is given; its room is free when the lower tier is done with it.
+  bool evict(std::optional<Demotion>* demotion) {
     const Slot slot = index_.victim([&](Slot at) { return images_[at].use_count() > 1; });
     if (slot == kNoSlot) return false;
-    ExtentPtr extent = std::move(images_[slot]);
     counters_.add(Count::kEvictions);
     if (!index_.was_read(slot)) counters_.add(Count::kEvictedUnread);
     PieceId id = index_.id(slot);
-    const bool only_here = index_.held(slot).place == kOnlyHere;
-    index_.remove(slot, true);
-    if (only_here && id.space < lower_.size() && demotions.size() < kAtOnce) {
+    const bool offered = (index_.held(slot).place & kOnlyHere) != 0 && demotion != nullptr && !is_expired(slot);
+    TenantName tenant = slot < tenants_.size() ? tenants_[slot] : nullptr;
+    ExtentPtr extent = take_out(slot, true);
+    if (offered && id.space < lower_.size()) {
       if (std::shared_ptr<Tier> lower = lower_[id.space].tier.lock()) {
         id.space = lower_[id.space].space;
-        demotions.push_back(
-            {id, std::make_shared<HostBuffer>(shared_from_this(), std::move(extent)), std::move(lower)});
+        *demotion = Demotion{std::move(id), std::make_shared<HostBuffer>(shared_from_this(), std::move(extent)),
+                             std::move(lower), std::move(tenant)};
         return true;
       }
     }
@@ -264,20 +320,35 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
     return true;
   }
 
-  void demote(Demotion demotion) {
-    counters_.add(Count::kDemotions);
+  /// Whether the lower tier lacks it and admits it.
+  bool demote(Demotion demotion) {
+    if (demotion.to->holds(demotion.id)) return false;
     const std::int64_t bytes = demotion.image->bytes();
-    demotion.to->write(
-        {demotion.id, std::move(demotion.image), bytes, Clock::now() + std::chrono::seconds(10), {}, [](Outcome) {}});
+    Admitted admitted = demotion.to->admit(demotion.id, bytes, demotion.tenant);
+    if (!admitted) {
+      demotion.to->count_refusal(admitted.why());
+      return false;
+    }
+    counters_.add(Count::kDemotions);
+    demotion.to->write({demotion.id,
+                        std::move(demotion.image),
+                        bytes,
+                        Clock::now() + std::chrono::seconds(10),
+                        {},
+                        [](Outcome) {},
+                        std::move(admitted),
+                        demotion.tenant});
+    return true;
   }
 
+  Counters& counters() override { return counters_; }
+
   bool drop(const PieceId& id) {
-    ExtentPtr dropped;  // given back after the lock
+    ExtentPtr dropped;
     const std::lock_guard lock(mutex_);
     const Slot slot = index_.find(id);
     if (slot == kNoSlot) return false;
-    dropped = std::move(images_[slot]);
-    index_.remove(slot, false);
+    dropped = take_out(slot, false);
     return true;
   }
 
@@ -286,7 +357,8 @@ class HostTier final : public Tier, public std::enable_shared_from_this<HostTier
   mutable std::mutex mutex_;
   Extents extents_;
   Index index_;
-  std::vector<ExtentPtr> images_;  ///< by slot
+  std::vector<ExtentPtr> images_;    ///< by slot
+  std::vector<TenantName> tenants_;  ///< by slot: who brought it, here and below; empty until somebody has a name
   std::vector<Digest> spaces_;
   std::vector<Slot> found_;
   std::vector<Lower> lower_;  ///< by namespace

@@ -72,6 +72,35 @@ std::optional<LedgerRecord> read_record(Io& io, int fd) {
 
 std::string ChunkFile::name() const { return file_name(key, heads); }
 
+bool by_name(const ChunkFile& a, const ChunkFile& b) {
+  const auto left = a.key.bytes();
+  const auto right = b.key.bytes();
+  if (a.key == b.key) return std::pair(a.heads.first, a.heads.count) < std::pair(b.heads.first, b.heads.count);
+  return std::lexicographical_compare(left.begin(), left.end(), right.begin(), right.end());
+}
+
+void check_space_prefix(std::string_view prefix) {
+  if (is_lower_hex(prefix) && prefix.size() <= kSpaceName) return;
+  throw Error(ErrorCode::kArgument,
+              fmt::format("store: namespace '{}' is not 1 to 64 digits of lower-case hex", prefix));
+}
+
+std::string ChunkStore::space(std::string_view prefix) const {
+  if (prefix.empty())
+    throw Error(ErrorCode::kArgument, "store: the namespace is empty: give the first digits of its hex");
+  const std::vector<std::string> all = spaces(prefix);
+  if (all.size() == 1) return all[0];
+  if (all.empty()) throw Error(ErrorCode::kArgument, fmt::format("store: no namespace starts with '{}'", prefix));
+  constexpr std::size_t kShown = 8;
+  const std::size_t digits = std::min(kSpaceName, std::max<std::size_t>(prefix.size() + 8, 16));
+  std::string list;
+  for (std::size_t i = 0; i < std::min(all.size(), kShown); ++i) {
+    list += (i > 0 ? ", " : "") + all[i].substr(0, digits);
+  }
+  throw Error(ErrorCode::kArgument, fmt::format("store: {} namespaces start with '{}': {}{}", all.size(), prefix, list,
+                                                all.size() > kShown ? ", …" : ""));
+}
+
 // ----------------------------------------------------------------------------------------------------- the directory
 
 StoreFolder::StoreFolder(std::shared_ptr<Io> io, std::string path, bool group)
@@ -114,10 +143,7 @@ void StoreFolder::open_root() {
 }
 
 std::vector<std::string> StoreFolder::spaces(std::string_view prefix) const {
-  if (!is_lower_hex(prefix) || prefix.size() > kSpaceName) {
-    throw Error(ErrorCode::kArgument,
-                fmt::format("store: namespace '{}' is not 1 to 64 digits of lower-case hex", prefix));
-  }
+  check_space_prefix(prefix);
   std::vector<std::string> out;
   const int error = list_folder(*io_, root_, [&](const char* name, unsigned char) {
     const std::string_view text(name);
@@ -132,20 +158,8 @@ std::vector<std::string> StoreFolder::spaces(std::string_view prefix) const {
   return out;
 }
 
-std::string StoreFolder::space(std::string_view prefix) const {
-  if (prefix.empty())
-    throw Error(ErrorCode::kArgument, "store: the namespace is empty: give the first digits of its hex");
-  const std::vector<std::string> all = spaces(prefix);
-  if (all.size() == 1) return all[0];
-  if (all.empty()) throw Error(ErrorCode::kArgument, fmt::format("store: no namespace starts with '{}'", prefix));
-  constexpr std::size_t kShown = 8;
-  const std::size_t digits = std::min(kSpaceName, std::max<std::size_t>(prefix.size() + 8, 16));
-  std::string list;
-  for (std::size_t i = 0; i < std::min(all.size(), kShown); ++i) {
-    list += (i > 0 ? ", " : "") + all[i].substr(0, digits);
-  }
-  throw Error(ErrorCode::kArgument, fmt::format("store: {} namespaces start with '{}': {}{}", all.size(), prefix, list,
-                                                all.size() > kShown ? ", …" : ""));
+std::unique_ptr<ChunkSpace> StoreFolder::open(const std::string& name) const {
+  return std::make_unique<SpaceFolder>(*this, name);
 }
 
 LedgerState StoreFolder::ledger() const {
@@ -215,10 +229,18 @@ std::vector<LooseFile> StoreFolder::temporaries(bool* whole) const {
 
 // ----------------------------------------------------------------------------------------------------- a namespace
 
-SpaceFolder::SpaceFolder(const StoreFolder& store, std::string name) : store_(store), name_(std::move(name)) {
+ChunkSpace::ChunkSpace(std::string name) : name_(std::move(name)) {
   const auto bytes = from_hex(name_);
   std::copy(bytes->begin(), bytes->end(), digest_.begin());
-  fd_ = store.open_folder(name_.c_str());
+}
+
+std::string ChunkSpace::path_of(const ChunkFile& file) const {
+  const std::string name = file.name();
+  return fmt::format("{}/{}/{}", name_, name[0], name);
+}
+
+SpaceFolder::SpaceFolder(const StoreFolder& store, std::string name) : ChunkSpace(std::move(name)), store_(store) {
+  fd_ = store.open_folder(this->name().c_str());
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     const char digit[2] = {kDigits[i], '\0'};
     shards_[i] = fd_ < 0 ? fd_ : open_folder_at(store, fd_, digit);
@@ -230,11 +252,6 @@ SpaceFolder::~SpaceFolder() {
     if (shard >= 0) store_.io().close(shard);
   }
   if (fd_ >= 0) store_.io().close(fd_);
-}
-
-std::string SpaceFolder::path_of(const ChunkFile& file) const {
-  const std::string name = file.name();
-  return fmt::format("{}/{}/{}", name_, name[0], name);
 }
 
 int SpaceFolder::shard(const Key& key) const { return shards_[shard_of(key)]; }
@@ -252,18 +269,18 @@ bool SpaceFolder::list(const std::function<void(const ChunkFile&)>& use, std::ve
     whole &= not_ours(error);
   };
   if (fd_ < 0) {
-    unlisted(name_, fd_);
+    unlisted(name(), fd_);
     return whole;
   }
   const int top = list_folder(io, fd_, [&](const char* text, unsigned char) {
-    const std::string_view name(text);
-    const bool known = is_lower_hex(name) && (name.size() == 1 || parse_heads_name(name));
-    if (!known) stray(name_ + "/" + text, "no name of the store");
+    const std::string_view entry(text);
+    const bool known = is_lower_hex(entry) && (entry.size() == 1 || parse_heads_name(entry));
+    if (!known) stray(name() + "/" + text, "no name of the store");
     return true;
   });
-  if (top < 0) unlisted(name_, top);
+  if (top < 0) unlisted(name(), top);
   for (std::size_t i = 0; i < shards_.size(); ++i) {
-    const std::string folder = fmt::format("{}/{}", name_, kDigits[i]);
+    const std::string folder = fmt::format("{}/{}", name(), kDigits[i]);
     if (shards_[i] < 0) {
       unlisted(folder, shards_[i]);
       continue;
@@ -320,7 +337,7 @@ std::optional<Header> SpaceFolder::header(const ChunkFile& file, std::string* wh
   return error < 0 ? refuse(std::strerror(-error)) : out;
 }
 
-SpaceSummary summarize(const SpaceFolder& space, std::vector<Stray>* strays,
+SpaceSummary summarize(const ChunkSpace& space, std::vector<Stray>* strays,
                        const std::function<void(const ChunkFile&)>& use) {
   constexpr std::size_t kTried = 8;
   SpaceSummary out;

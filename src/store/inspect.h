@@ -14,6 +14,7 @@
 
 #include "store/arena.h"
 #include "store/chunk.h"
+#include "store/image_check.h"
 #include "store/io.h"
 
 namespace kvstride::store {
@@ -31,10 +32,85 @@ struct ChunkFile {
   std::string name() const;
 };
 
+/// By key, then by heads.
+bool by_name(const ChunkFile& a, const ChunkFile& b);
+
 /// Something that lies where files of the store should, and is never read: a link, another owner's, another name.
 struct Stray {
   std::string path;  ///< below the store's directory
   std::string what;
+};
+
+/// Error(kArgument) where this is no beginning of a namespace's name.
+void check_space_prefix(std::string_view prefix);
+
+/// What a check of one file found.
+struct Check {
+  enum class State {
+    kSound,
+    kDamaged,     ///< `why` says how
+    kGone,        ///< somebody removed it meanwhile
+    kUnreadable,  ///< the system refused: `why`
+  };
+  State state = State::kSound;
+  std::string why;
+  std::int64_t bytes = 0;   ///< of the file
+  std::uint64_t inode = 0;  ///< that was looked at
+};
+
+/// Checks files of a namespace: header, header against name, length, every granule. For one thread.
+class ChunkVerifier {
+ public:
+  virtual ~ChunkVerifier() = default;
+  /// How many of the first of `files` (at least one) one call of check() should have.
+  virtual std::size_t batch(std::span<const ChunkFile> files) const = 0;
+  virtual std::vector<Check> check(std::span<const ChunkFile> files) = 0;
+};
+
+/// Files of one namespace, wherever they are.
+class ChunkSpace {
+ public:
+  /// `name`: 64 hex digits.
+  explicit ChunkSpace(std::string name);
+  virtual ~ChunkSpace() = default;
+  ChunkSpace(const ChunkSpace&) = delete;
+  ChunkSpace& operator=(const ChunkSpace&) = delete;
+
+  const std::string& name() const { return name_; }
+  const Digest& digest() const { return digest_; }
+  /// `<namespace>/<digit>/<file>`.
+  std::string path_of(const ChunkFile& file) const;
+
+  /// Calls `use` for every chunk's file, one folder after the other. Whether everything could be listed that is no
+  /// stray: links and other users' folders are.
+  virtual bool list(const std::function<void(const ChunkFile&)>& use, std::vector<Stray>* strays = nullptr) const = 0;
+  /// The header, or nothing and why.
+  virtual std::optional<Header> header(const ChunkFile& file, std::string* why = nullptr) const = 0;
+  /// Must not outlive the namespace.
+  virtual std::unique_ptr<ChunkVerifier> verifier() const = 0;
+
+ private:
+  std::string name_;
+  Digest digest_{};
+};
+
+/// Namespaces and their files, wherever they are.
+class ChunkStore {
+ public:
+  ChunkStore() = default;
+  virtual ~ChunkStore() = default;
+  ChunkStore(const ChunkStore&) = delete;
+  ChunkStore& operator=(const ChunkStore&) = delete;
+
+  /// For people.
+  virtual std::string where() const = 0;
+  /// Names of namespaces (64 hex digits) that begin with `prefix`, sorted. Throws Error(kArgument) where the prefix is
+  /// no lower-case hex, Error(kStore) where nothing can be listed.
+  virtual std::vector<std::string> spaces(std::string_view prefix = {}) const = 0;
+  /// The only one; Error(kArgument) that lists them where there are several or none.
+  std::string space(std::string_view prefix) const;
+  /// Must not outlive the store.
+  virtual std::unique_ptr<ChunkSpace> open(const std::string& name) const = 0;
 };
 
 /// A file of tmp/ or quarantine/.
@@ -59,20 +135,16 @@ struct LedgerState {
 
 /// The directory. Safe to share between threads but for list calls; works while processes use the directory, whose
 /// files come and go.
-class StoreFolder {
+class StoreFolder final : public ChunkStore {
  public:
   /// Throws Error(kStore) where `path` is missing, a link, no store (it has no ledger), or another user's and not
   /// `group`. Nothing is made.
   StoreFolder(std::shared_ptr<Io> io, std::string path, bool group);
-  ~StoreFolder();
-  StoreFolder(const StoreFolder&) = delete;
-  StoreFolder& operator=(const StoreFolder&) = delete;
+  ~StoreFolder() override;
 
-  /// Names of namespaces (64 hex digits) that begin with `prefix`, sorted. Throws Error(kArgument) where the prefix is
-  /// no lower-case hex.
-  std::vector<std::string> spaces(std::string_view prefix = {}) const;
-  /// The only one; Error(kArgument) that lists them where there are several or none.
-  std::string space(std::string_view prefix) const;
+  std::string where() const override { return path_; }
+  std::vector<std::string> spaces(std::string_view prefix = {}) const override;
+  std::unique_ptr<ChunkSpace> open(const std::string& name) const override;
 
   LedgerState ledger() const;
   /// Files of quarantine/, and of tmp/ (`dead` is then told). `whole` becomes false where not all could be listed, or
@@ -101,37 +173,26 @@ class StoreFolder {
   struct stat ledger_ {};
 };
 
-/// Files of one namespace. Holds 17 descriptors. Safe to share between threads but for list(). The store must outlive
-/// it.
-class SpaceFolder {
+/// A namespace of a directory. Holds 17 descriptors. Safe to share between threads but for list(). The store must
+/// outlive it.
+class SpaceFolder final : public ChunkSpace {
  public:
   SpaceFolder(const StoreFolder& store, std::string name);
-  ~SpaceFolder();
-  SpaceFolder(const SpaceFolder&) = delete;
-  SpaceFolder& operator=(const SpaceFolder&) = delete;
+  ~SpaceFolder() override;
 
   const StoreFolder& store() const { return store_; }
-  const std::string& name() const { return name_; }
-  const Digest& digest() const { return digest_; }
-  /// `<namespace>/<digit>/<file>`.
-  std::string path_of(const ChunkFile& file) const;
-
-  /// Calls `use` for every chunk's file, one folder after the other. Whether everything could be listed that is no
-  /// stray: links and other users' folders are.
-  bool list(const std::function<void(const ChunkFile&)>& use, std::vector<Stray>* strays = nullptr) const;
+  bool list(const std::function<void(const ChunkFile&)>& use, std::vector<Stray>* strays = nullptr) const override;
   /// Descriptor of the folder that files of `key` are in; −errno.
   int shard(const Key& key) const;
   int fd() const { return fd_; }
   /// The file, open for reading without an access time; past the page cache if `direct` and the file system can.
   /// −errno; −ENOENT where it has gone, −EACCES where it is another owner's or no regular file.
   int open(const ChunkFile& file, bool direct, struct stat& stat) const;
-  /// The header, or nothing and why.
-  std::optional<Header> header(const ChunkFile& file, std::string* why = nullptr) const;
+  std::optional<Header> header(const ChunkFile& file, std::string* why = nullptr) const override;
+  std::unique_ptr<ChunkVerifier> verifier() const override;
 
  private:
   const StoreFolder& store_;
-  std::string name_;
-  Digest digest_{};
   int fd_ = -1;
   std::array<int, 16> shards_;
 };
@@ -150,7 +211,7 @@ struct SpaceSummary {
   bool whole = true;            ///< everything could be listed
 };
 /// Lists files and reads one header. `use` (if given) is called for each file.
-SpaceSummary summarize(const SpaceFolder& space, std::vector<Stray>* strays = nullptr,
+SpaceSummary summarize(const ChunkSpace& space, std::vector<Stray>* strays = nullptr,
                        const std::function<void(const ChunkFile&)>& use = {});
 
 /// What a process that opened the directory here would use. Reads the ledger, writes nothing.
@@ -161,22 +222,7 @@ struct IoEngine {
 };
 IoEngine probe_engine(const StoreFolder& store);
 
-/// What a check of one file found.
-struct Check {
-  enum class State {
-    kSound,
-    kDamaged,     ///< `why` says how
-    kGone,        ///< somebody removed it meanwhile
-    kUnreadable,  ///< the system refused: `why`
-  };
-  State state = State::kSound;
-  std::string why;
-  std::int64_t bytes = 0;   ///< of the file
-  std::uint64_t inode = 0;  ///< that was looked at
-};
-
-/// Checks files one after the other with 4 MiB of memory: header, header against name, length, every granule, and that
-/// the order suits the namespace. For one thread.
+/// Checks files one after the other (image_check.h) with 4 MiB of memory. For one thread.
 class Verifier {
  public:
   Verifier();
@@ -188,16 +234,14 @@ class Verifier {
 
  private:
   struct Window;
-  std::string check_order(const Header& header);
 
   Memory buffer_;
-  std::string sound_space_;  ///< the last namespace text and content whose order was looked at
-  std::optional<Content> sound_content_;
+  ImageCheck image_;
 };
 
 /// Checks files on several threads. `done` is called for each, by one thread at a time and in no order; where it
 /// answers false the rest is left out.
-void verify(const SpaceFolder& space, std::span<const ChunkFile> files, int num_threads,
+void verify(const ChunkSpace& space, std::span<const ChunkFile> files, int num_threads,
             const std::function<bool(const ChunkFile&, const Check&)>& done);
 
 }  // namespace kvstride::store

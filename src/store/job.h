@@ -11,6 +11,7 @@
 
 #include "cuda/point.h"
 #include "kvstride/store.h"
+#include "store/admission.h"
 #include "store/form.h"
 #include "store/metrics.h"
 
@@ -37,6 +38,7 @@ struct JobState {
   std::vector<std::span<const std::byte>> from;  ///< of put_bytes
   std::vector<std::span<std::byte>> to;          ///< of get_bytes
   std::function<bool()> after;
+  TenantName tenant;
   std::unique_ptr<cuda::Point> point;  ///< nothing is touched before it is reached; goes then
   Clock::time_point start;
   Clock::time_point deadline;

@@ -50,6 +50,10 @@ const char* name_of(Count count) {
     case Count::kRetries: return "retries";
     case Count::kDenied: return "denied";
     case Count::kTrips: return "trips";
+    case Count::kExpired: return "expired";
+    case Count::kNotAdmittedSeldom: return "not_admitted_seldom";
+    case Count::kNotAdmittedBudget: return "not_admitted_budget";
+    case Count::kNotAdmittedQuota: return "not_admitted_quota";
     case Count::kNumCounts: break;
   }
   return "";

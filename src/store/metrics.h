@@ -45,12 +45,16 @@ enum class Count : std::uint8_t {
   kEvictions,
   kEvictedUnread,  ///< written, never read
   kRemoved,
-  kProbes,     ///< keys that the file system was asked about
-  kDemotions,  ///< evicted chunks that went to the next tier
-  kNotPinned,  ///< memory that CUDA refused to pin
-  kRetries,    ///< attempts after one that failed
-  kDenied,     ///< credentials or permissions
-  kTrips,      ///< a remote engine was left alone after failures
+  kProbes,             ///< keys that the file system was asked about
+  kDemotions,          ///< evicted chunks that went to the next tier
+  kNotPinned,          ///< memory that CUDA refused to pin
+  kRetries,            ///< attempts after one that failed
+  kDenied,             ///< credentials or permissions
+  kTrips,              ///< a remote engine was left alone after failures
+  kExpired,            ///< chunks past their time to live that were let go of
+  kNotAdmittedSeldom,  ///< asked for too seldom to be written
+  kNotAdmittedBudget,  ///< the write budget was used up
+  kNotAdmittedQuota,   ///< their tenant holds as much as it may
   kNumCounts
 };
 const char* name_of(Count count);

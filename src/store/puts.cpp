@@ -13,17 +13,20 @@ StoreImpl::Begun StoreImpl::begin_put(const Task& task) {
   const std::size_t chunk = task.chunk;
   const std::shared_ptr<const Shape> shape = shape_for(job, chunk, job.heads.stored());
   const std::int64_t bytes = shape->frame.image_bytes();
-  std::vector<std::size_t> lacking;
-  const auto id_in = [&](std::size_t tier) { return PieceId{numbers_[tier], job.keys[chunk], job.heads.stored()}; };
-  for (std::size_t i = 0; i < tiers_.size(); ++i) {
-    if (!tiers_[i]->holds(id_in(i))) lacking.push_back(i);
-  }
-  if (lacking.empty() || !fits(bytes)) {
-    end(job, chunk, Stage::kQueued, lacking.empty() ? Outcome::kOk : Outcome::kRefused);
+  const PieceId piece{0, job.keys[chunk], job.heads.stored()};
+  if (!task.starved) ask(piece);
+  std::vector<Offer> offers = offer(job, piece, bytes, tiers_.size());
+  const bool held = offers.size() < tiers_.size();
+  const std::optional<std::size_t> first = first_admitted(offers);
+  if (!first || !fits(bytes)) {
+    count_refusals(offers);
+    if (held && !offers.empty()) only_here(piece);
+    end(job, chunk, Stage::kQueued, held ? Outcome::kOk : Outcome::kRefused);
     leave();
     return Begun::kYes;
   }
-  BufferPtr image = buffer_for(bytes, 0);
+  // A tier that does not take it shall not evict for it, unless no other one has so much memory.
+  BufferPtr image = buffer_for(bytes, fits(bytes, *first) ? *first : 0);
   if (!image) return Begun::kStarved;
   if (!job.advance(chunk, Stage::kQueued, Stage::kMoving)) {
     leave();
@@ -39,19 +42,27 @@ StoreImpl::Begun StoreImpl::begin_put(const Task& task) {
     return Begun::kYes;
   }
   job.stages[chunk].store(Stage::kWaiting);
+  count_refusals(offers);
   auto stow = std::make_shared<Stow>();
   stow->job = task.job;
   stow->chunk = chunk;
-  stow->left = lacking.size();
-  stow->held = lacking.size() < tiers_.size();
+  stow->held = held;
+  stow->failed = std::erase_if(offers, [](const Offer& one) { return !one.admitted; }) > 0;
+  stow->left = offers.size();
   const std::shared_ptr<StoreImpl> self = shared_from_this();
-  for (const std::size_t i : lacking) {
-    WriteRequest request{id_in(i), image, bytes, job.deadline, cancelled_by(task.job), {}};
-    if (i == lacking.back()) image = nullptr;  // who sees the put done can have the memory
+  for (Offer& one : offers) {
+    WriteRequest request{in_tier(one.tier, piece), image,     bytes, job.deadline, cancelled_by(task.job), {},
+                         std::move(one.admitted),  job.tenant};
+    if (&one == &offers.back()) image = nullptr;  // who sees the put done can have the memory
     request.done = [self, stow](Outcome outcome) { self->wrote(stow, outcome); };
-    tiers_[i]->write(std::move(request));
+    tiers_[one.tier]->write(std::move(request));
   }
   return Begun::kYes;
+}
+
+/// Some tier did not take it. Those above may have it alone: they offer it again when they let it go.
+void StoreImpl::only_here(const PieceId& piece) {
+  for (std::size_t i = 0; i < tiers_.size(); ++i) tiers_[i]->only_here(in_tier(i, piece));
 }
 
 void StoreImpl::fill(const JobState& job, std::size_t chunk, const Shape& shape, std::byte* image) {
@@ -79,11 +90,8 @@ void StoreImpl::wrote(const std::shared_ptr<Stow>& stow, Outcome outcome) {
   }
   if (stow->left.fetch_sub(1) > 1) return;
   if (stow->held && stow->failed) {
-    // The upper tiers may have it alone: they pass it on when they let it go.
     const JobState& job = *stow->job;
-    for (std::size_t i = 0; i < tiers_.size(); ++i) {
-      tiers_[i]->only_here({numbers_[i], job.keys[stow->chunk], job.heads.stored()});
-    }
+    only_here({0, job.keys[stow->chunk], job.heads.stored()});
   }
   end(*stow->job, stow->chunk, Stage::kWaiting, stow->held ? Outcome::kOk : stow->worst.load());
   leave();

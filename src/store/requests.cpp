@@ -68,12 +68,6 @@ Job StoreImpl::submit(std::shared_ptr<JobState> job) {
   return Job(std::move(job));
 }
 
-void Tier::check_process(const char* what) const {
-  if (getpid() == pid_) return;
-  throw Error(ErrorCode::kStore,
-              fmt::format("{}: a tier belongs to process {}; make tiers after the fork", what, pid_));
-}
-
 /// A forked child has none of the threads.
 void StoreImpl::check_process() const {
   if (getpid() == pid_) return;
@@ -85,9 +79,16 @@ void StoreImpl::check_open(const char* verb) const {
   if (closed_) throw Error(ErrorCode::kStore, fmt::format("{}: the store is closed", verb));
 }
 
-std::shared_ptr<JobState> StoreImpl::job(Verb verb, std::span<const Key> keys, const RequestOptions& options) const {
+std::shared_ptr<JobState> StoreImpl::job(const char* name, Verb verb, std::span<const Key> keys,
+                                         const RequestOptions& options) const {
+  constexpr std::size_t kMostTenant = 256;
+  if (options.tenant.size() > kMostTenant) {
+    throw Error(ErrorCode::kArgument, fmt::format("{}: tenant has {} bytes, at most {} are allowed", name,
+                                                  options.tenant.size(), kMostTenant));
+  }
   auto out = std::make_shared<JobState>(keys.size());
   out->verb = verb;
+  if (!options.tenant.empty()) out->tenant = std::make_shared<const std::string>(options.tenant);
   out->keys.assign(keys.begin(), keys.end());
   out->after = options.after;
   out->start = Clock::now();
@@ -99,7 +100,7 @@ std::shared_ptr<JobState> StoreImpl::job(Verb verb, std::span<const Key> keys, c
 
 Job StoreImpl::transfer(const char* name, Verb verb, std::span<const Key> keys, const Cache& cache,
                         std::span<const std::int64_t> blocks, const RequestOptions& options, const Stream& stream) {
-  std::shared_ptr<JobState> out = job(verb, keys, options);
+  std::shared_ptr<JobState> out = job(name, verb, keys, options);
   std::optional<HeadMap> heads;
   if (options.heads) heads = HeadMap{options.heads->cache_first, options.heads->stored_first, options.heads->count};
   out->heads = check_cache(name, space_, cache.layout(), heads);
@@ -154,7 +155,7 @@ Job StoreImpl::transfer_bytes(const char* name, Verb verb, std::span<const Key> 
       throw Error(ErrorCode::kArgument, fmt::format("{}: buffer {} is empty", name, i));
     }
   }
-  std::shared_ptr<JobState> out = job(verb, keys, options);
+  std::shared_ptr<JobState> out = job(name, verb, keys, options);
   out->from = std::move(from);
   out->to = std::move(to);
   return submit(std::move(out));
@@ -162,7 +163,7 @@ Job StoreImpl::transfer_bytes(const char* name, Verb verb, std::span<const Key> 
 
 Job StoreImpl::prefetch(std::span<const Key> keys, const std::optional<Range>& heads, const RequestOptions& options) {
   const Heads wanted = want(heads);
-  std::shared_ptr<JobState> out = job(Verb::kPrefetch, keys, options);
+  std::shared_ptr<JobState> out = job("prefetch", Verb::kPrefetch, keys, options);
   if (!space_.fields().raw) out->heads = {0, wanted.first, wanted.count};
   return submit(std::move(out));
 }

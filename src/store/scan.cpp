@@ -104,8 +104,11 @@ void Directory::adopt(Scan& scan) {
   });
   for (const Scan::File& file : scan.files) {
     const auto parsed = parse_file_name(std::string_view(scan.names).substr(file.name, file.length));
-    insert({file.space, parsed->first, parsed->second}, file.pages * kPage, file.used, file.used > file.changed,
-           scan.seen);
+    // The whole second that it was written in has passed.
+    constexpr std::int64_t kSecond = 1'000'000'000;
+    const std::int64_t written = file.changed * kSecond + kSecond - 1;
+    insert({file.space, parsed->first, parsed->second},
+           {file.pages * kPage, file.used, written, file.used > file.changed}, scan.seen);
   }
   for (const PieceId& id : scan.damaged) let_go(id, Going::kDamaged);
 }
@@ -135,6 +138,7 @@ void Directory::count_files(bool mine) {
 }
 
 void Directory::keep_house() {
+  drop_expired();
   if (!ledger_) return;
   settle_all();
   if (const std::optional<Ledger::Account> account = ledger_->account()) known_used_ = account->used;

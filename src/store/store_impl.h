@@ -35,6 +35,12 @@ constexpr std::array<const char*, 7> kTallyNames{"miss_absent",       "miss_head
                                                  "miss_other_planes", "miss_other_size", "promotions",
                                                  "unreachable_prefix"};
 
+/// What a tier that lacks a piece says of it.
+struct Offer {
+  std::size_t tier;
+  Admitted admitted;
+};
+
 /// One piece that a get reads.
 struct Reading {
   std::size_t tier;
@@ -43,6 +49,7 @@ struct Reading {
   std::int64_t num_heads = 0;
   bool shared = false;  ///< the planes without heads are taken from it
   bool whole = false;
+  std::vector<Offer> offers;  ///< the tiers above
   BufferPtr into;
   ReadResult result;
 };
@@ -57,6 +64,7 @@ struct Fetch {
   bool saw_error = false;
   bool saw_timeout = false;
   bool saw_refusal = false;
+  bool asked = false;                                  ///< tiers were told that somebody asks for it
   bool everything = false;                             ///< read whole images: a header was not the expected one
   int other_lengths = 0;                               ///< how often a file had another length than was known
   std::vector<std::pair<std::size_t, Heads>> refused;  ///< pieces that failed before
@@ -134,7 +142,8 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   enum class Begun { kYes, kStarved };
 
   // Requests.
-  std::shared_ptr<JobState> job(Verb verb, std::span<const Key> keys, const RequestOptions& options) const;
+  std::shared_ptr<JobState> job(const char* name, Verb verb, std::span<const Key> keys,
+                                const RequestOptions& options) const;
   Job submit(std::shared_ptr<JobState> job);
 
   // The threads.
@@ -148,10 +157,18 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   bool is_ready(JobState& job);
   void leave();
 
+  // Admission.
+  void ask(const PieceId& piece);
+  std::vector<Offer> offer(const JobState& job, const PieceId& piece, std::int64_t bytes, std::size_t num_tiers);
+  void count_refusals(const std::vector<Offer>& offers);
+  static std::optional<std::size_t> first_admitted(const std::vector<Offer>& offers);
+  PieceId in_tier(std::size_t tier, const PieceId& piece) const { return {numbers_[tier], piece.key, piece.heads}; }
+
   // Puts.
   Begun begin_put(const Task& task);
   void fill(const JobState& job, std::size_t chunk, const Shape& shape, std::byte* image);
   void wrote(const std::shared_ptr<Stow>& stow, Outcome outcome);
+  void only_here(const PieceId& piece);
 
   // Gets.
   Begun begin_get(const std::shared_ptr<Fetch>& fetch);
@@ -164,13 +181,14 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   void deliver(Fetch& fetch, const std::vector<std::shared_ptr<const Shape>>& shapes);
   void keep(Fetch& fetch);
   void promote(Fetch& fetch);
+  bool some_wanted(Fetch& fetch);
   bool may_promote(const JobState& job) const { return options_.promote || job.verb == Verb::kPrefetch; }
 
   std::shared_ptr<const Shape> shape_for(const JobState& job, std::size_t chunk, Heads heads);
   std::shared_ptr<const Shape> shape_of(const Reading& reading, const Key& key);
   std::shared_ptr<const Shape> shape_for_new(const JobState& job, std::size_t bytes, Heads heads) const;
   BufferPtr buffer_for(std::int64_t bytes, std::size_t first_tier);
-  bool fits(std::int64_t bytes) const;
+  bool fits(std::int64_t bytes, std::size_t first_tier = 0) const;
 
   // Devices.
   void pin_tiers(Device device);

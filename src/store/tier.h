@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kvstride/store.h"
+#include "store/admission.h"
 #include "store/chunk.h"
 #include "store/index.h"
 #include "store/metrics.h"
@@ -76,11 +77,21 @@ struct WriteRequest {
   Clock::time_point deadline;
   Cancelled cancelled;
   std::function<void(Outcome)> done;  ///< as above; the tier has let go of `image` unless it keeps it
+  Admitted admitted;                  ///< by this tier, which says where it is written()
+  TenantName tenant;
+
+  /// The last thing a tier does with it: nothing is held any more when `done` is told.
+  void finish(Outcome outcome) {
+    image = nullptr;
+    admitted = {};
+    done(outcome);
+  }
 };
 
 /// All calls are thread-safe, throw nothing but std::bad_alloc, and wait for no disk.
 class Tier {
  public:
+  explicit Tier(std::shared_ptr<Admission> admission) : admission_(std::move(admission)) {}
   virtual ~Tier() = default;
   /// Throws Error(kStore) in a forked child: it has a copy of the bookkeeping and none of the threads, and would spoil
   /// what it shares with the parent.
@@ -112,6 +123,14 @@ class Tier {
   /// The largest image that fits at all.
   virtual std::int64_t largest() const = 0;
   virtual bool holds(const PieceId& id) = 0;
+
+  /// A request asks for a piece, which it reads or brings; once a request.
+  void asked(const PieceId& id) { admission_->asked(id.space, {&id.key, 1}, id.heads); }
+  /// Whether a piece that the tier lacks may be written to it; what is yes goes into the WriteRequest.
+  Admitted admit(const PieceId& id, std::int64_t bytes, const TenantName& tenant);
+  /// Counts that a piece was not written because admit() said so.
+  void count_refusal(Admit why);
+
   virtual void read(ReadRequest request) = 0;
   virtual void write(WriteRequest request) = 0;
   /// The piece failed verification: it is set aside, and no longer found.
@@ -122,7 +141,7 @@ class Tier {
 
   /// Where chunks of a namespace go that only this tier holds, when it evicts them.
   virtual void demote_to(std::uint32_t, std::weak_ptr<Tier>, std::uint32_t /*its number of the namespace*/) {}
-  /// The piece is one of those: the tiers below did not take it.
+  /// The piece is one of those: some tier did not take it.
   virtual void only_here(const PieceId&) {}
 
   /// Keys of pieces that have left for good since the last call; the first call begins. Bounded. Nothing of tiers
@@ -134,6 +153,10 @@ class Tier {
   virtual void pin_memory(Device) noexcept = 0;
 
   virtual TierMetrics metrics() const = 0;
+
+ protected:
+  virtual Counters& counters() = 0;
+  const std::shared_ptr<Admission> admission_;
 
  private:
   const pid_t pid_ = ::getpid();

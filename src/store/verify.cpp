@@ -10,19 +10,12 @@
 #include <system_error>
 #include <thread>
 
-#include "cpu/hash.h"
-#include "store/form.h"
 #include "store/inspect.h"
 
 namespace kvstride::store {
 namespace {
 
 constexpr std::int64_t kWindow = 4 << 20;  ///< more than a header, and than a granule with its padding
-
-std::string text_of(Heads heads) {
-  if (heads.count == 0) return "no heads";
-  return fmt::format("heads {} to {}", heads.first, heads.first + heads.count - 1);
-}
 
 }  // namespace
 
@@ -63,48 +56,17 @@ struct Verifier::Window {
 Verifier::Verifier() : buffer_(kWindow) {}
 Verifier::~Verifier() = default;
 
-/// Whether readers can make sense of a sound header's order. They come in long runs of equal ones.
-std::string Verifier::check_order(const Header& header) {
-  if (header.content.order.empty()) return {};
-  if (sound_content_ == header.content && sound_space_ == header.space_text) return {};
-  if (!form_of(Namespace::parse(header.space_text), header.content)) {
-    return fmt::format("its order '{}' does not suit its namespace", header.content.order);
-  }
-  sound_content_ = header.content;
-  sound_space_ = header.space_text;
-  return {};
-}
-
 std::string Verifier::check(Io& io, int fd, std::int64_t length, const SpaceFolder& space, const Key& key,
                             Heads heads) {
   Window window{io, fd, buffer_.data(), (::fcntl(fd, F_GETFL) & O_DIRECT) != 0};
-  window.have(0, std::min(length, kWindow));
-  const auto start = [&] { return std::span(window.at(0), static_cast<std::size_t>(window.end)); };
-  std::string why;
-  const std::optional<Header> header = parse_header(start(), &why);
-  if (!header) return length < kPage ? fmt::format("cut off: {} bytes, a header has {} or more", length, kPage) : why;
-  if (header->digest != space.digest()) return "another namespace's: " + to_hex(header->digest);
-  if (!(header->key == key)) return "another chunk's: its header has the key " + header->key.hex();
-  const Content& content = header->content;
-  if (content.heads != heads) {
-    return fmt::format("its header has {}, its name {}", text_of(content.heads), text_of(heads));
-  }
-  const std::int64_t expected = header->header_bytes + whole_pages(content.payload_bytes());
-  if (length < expected) return fmt::format("cut off: {} of {} bytes", length, expected);
-  if (length > expected) return fmt::format("{} bytes, {} more than it should have", length, length - expected);
-  if (std::string order = check_order(*header); !order.empty()) return order;
-  std::size_t bad = 0;
-  Bytes first;
-  const std::vector<Bytes> all = granules(content, header->header_bytes);
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    if (!window.have(all[i].begin, all[i].end)) return fmt::format("cut off: {} of {} bytes", window.end, expected);
-    if (cpu::xxh3({window.at(all[i].begin), window.at(all[i].end)}) == header->sums[i]) continue;
-    if (bad++ == 0) first = all[i];
-  }
+  const auto get = [&](std::int64_t begin, std::int64_t end) {
+    window.have(begin, end);
+    const std::int64_t until = std::clamp(window.end, begin, end);
+    return std::span<const std::byte>(window.at(begin), static_cast<std::size_t>(until - begin));
+  };
+  std::string why = image_.check(length, space.digest(), key, heads, get);
   window.drop(window.end);
-  if (bad == 0) return {};
-  return fmt::format("{} of {} checksums do not fit, the first is that of bytes {} to {}", bad, all.size(), first.begin,
-                     first.end - 1);
+  return why;
 }
 
 Check Verifier::check(const SpaceFolder& space, const ChunkFile& file) {
@@ -131,21 +93,50 @@ Check Verifier::check(const SpaceFolder& space, const ChunkFile& file) {
   return out;
 }
 
-void verify(const SpaceFolder& space, std::span<const ChunkFile> files, int num_threads,
+namespace {
+
+class FileVerifier final : public ChunkVerifier {
+ public:
+  explicit FileVerifier(const SpaceFolder& space) : space_(space) {}
+  std::size_t batch(std::span<const ChunkFile>) const override { return 1; }
+  std::vector<Check> check(std::span<const ChunkFile> files) override {
+    std::vector<Check> out;
+    for (const ChunkFile& file : files) out.push_back(verifier_.check(space_, file));
+    return out;
+  }
+
+ private:
+  const SpaceFolder& space_;
+  Verifier verifier_;
+};
+
+}  // namespace
+
+std::unique_ptr<ChunkVerifier> SpaceFolder::verifier() const { return std::make_unique<FileVerifier>(*this); }
+
+void verify(const ChunkSpace& space, std::span<const ChunkFile> files, int num_threads,
             const std::function<bool(const ChunkFile&, const Check&)>& done) {
-  std::atomic<std::size_t> next{0};
   std::atomic<bool> stop{false};
   std::mutex mutex;
+  std::size_t next = 0;
   std::exception_ptr failure;
   const auto work = [&] {
     try {
-      Verifier verifier;
+      const std::unique_ptr<ChunkVerifier> verifier = space.verifier();
       while (!stop) {
-        const std::size_t i = next.fetch_add(1);
-        if (i >= files.size()) return;
-        const Check check = verifier.check(space, files[i]);
+        std::span<const ChunkFile> some;
+        {
+          const std::lock_guard lock(mutex);
+          some = files.subspan(next);
+          if (some.empty()) return;
+          some = some.first(verifier->batch(some));
+          next += some.size();
+        }
+        const std::vector<Check> checks = verifier->check(some);
         const std::lock_guard lock(mutex);
-        if (!stop && !done(files[i], check)) stop = true;
+        for (std::size_t i = 0; i < some.size() && !stop; ++i) {
+          if (!done(some[i], checks[i])) stop = true;
+        }
       }
     } catch (...) {  // no memory
       const std::lock_guard lock(mutex);

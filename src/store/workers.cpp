@@ -183,6 +183,8 @@ StoreImpl::Begun StoreImpl::begin(const Task& task) {
     fetch->job = task.job;
     fetch->chunk = task.chunk;
     fetch->everything = job.verb == Verb::kPrefetch;
+    // Who prefetches gets it next, and that is what counts. A task that was short of memory has asked.
+    fetch->asked = job.verb == Verb::kPrefetch || task.starved;
     return begin_get(fetch);
   } catch (...) {  // no memory
     end(job, task.chunk, Stage::kQueued, Outcome::kRefused);
@@ -197,6 +199,35 @@ void StoreImpl::leave() {
   if (--under_way_ == 0) idle_.notify_all();
 }
 
+/// A request brings or reads a piece. A get of what no tier has counts when it is put.
+void StoreImpl::ask(const PieceId& piece) {
+  for (std::size_t i = 0; i < tiers_.size(); ++i) tiers_[i]->asked(in_tier(i, piece));
+}
+
+/// What the tiers before `num_tiers` that lack a piece say of it.
+std::vector<Offer> StoreImpl::offer(const JobState& job, const PieceId& piece, std::int64_t bytes,
+                                    std::size_t num_tiers) {
+  std::vector<Offer> out;
+  for (std::size_t i = 0; i < num_tiers; ++i) {
+    const PieceId id = in_tier(i, piece);
+    if (!tiers_[i]->holds(id)) out.push_back({i, tiers_[i]->admit(id, bytes, job.tenant)});
+  }
+  return out;
+}
+
+/// Called once they are final: who is short of memory asks again.
+void StoreImpl::count_refusals(const std::vector<Offer>& offers) {
+  for (const Offer& one : offers) tiers_[one.tier]->count_refusal(one.admitted.why());
+}
+
+/// The number of a tier.
+std::optional<std::size_t> StoreImpl::first_admitted(const std::vector<Offer>& offers) {
+  for (const Offer& one : offers) {
+    if (one.admitted) return one.tier;
+  }
+  return std::nullopt;
+}
+
 /// Memory for an image: of a tier that can keep it, else of one that is fast with it.
 BufferPtr StoreImpl::buffer_for(std::int64_t bytes, std::size_t first_tier) {
   for (std::size_t i = first_tier; i < tiers_.size(); ++i) {
@@ -205,8 +236,9 @@ BufferPtr StoreImpl::buffer_for(std::int64_t bytes, std::size_t first_tier) {
   return nullptr;
 }
 
-bool StoreImpl::fits(std::int64_t bytes) const {
-  return std::any_of(tiers_.begin(), tiers_.end(), [&](const TierPtr& tier) { return bytes <= tier->largest(); });
+bool StoreImpl::fits(std::int64_t bytes, std::size_t first_tier) const {
+  return std::any_of(tiers_.begin() + static_cast<std::ptrdiff_t>(first_tier), tiers_.end(),
+                     [&](const TierPtr& tier) { return bytes <= tier->largest(); });
 }
 
 /// Once a store: the thread that comes first does it, others go on meanwhile.

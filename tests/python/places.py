@@ -6,13 +6,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import kvstride as kv
-import servers.mooncake
-import servers.redis
-import servers.swift
+from servers import mooncake, redis, swift
 
 
 class Place:
@@ -107,7 +104,7 @@ class Mooncake(Processes):
 
     def __init__(self, folder):
         super().__init__(folder)
-        self._servers = servers.mooncake.Mooncake(folder)
+        self._servers = mooncake.Mooncake(folder)
         self.address = self._servers.url(replicas=2, timeout=2)
         self.processes = [self._servers.master, *self._servers.nodes]
 
@@ -119,34 +116,32 @@ class Mooncake(Processes):
 
 
 class Redis(Processes):
+    """One server."""
+
     kind = "redis"
-    nodes = 1
+    cluster = False
 
     def __init__(self, folder):
-        super().__init__(folder)
-        self._servers = servers.redis.Redis(folder, nodes=self.nodes)
-        self._servers.__enter__()
-        self.processes = self._servers.processes
-        self.address = self._servers.url()
+        self.servers = redis.Redis(cluster=self.cluster)
+        self.processes = self.servers.processes
+        self.address = self.servers.url()
 
     def flip(self, space, at):
-        for port in self._servers.ports:
-            cli = ["redis-cli", "-p", str(port)]
-            keys = subprocess.run([*cli, "--scan", "--pattern", f"*{space.hex}/?/*"], capture_output=True, check=True)
-            for key in keys.stdout.split():
-                byte = subprocess.run(
-                    [*cli, "--raw", "getrange", key, str(at), str(at)], capture_output=True, check=True
-                )
-                value = bytes([byte.stdout[0] ^ 1])
-                subprocess.run([*cli, "-x", "setrange", key, str(at)], input=value, capture_output=True, check=True)
+        for number, key in self.servers.keys(f"*{space.hex}*"):
+            with self.servers.client(number) as client:
+                byte = client("GETRANGE", key, at, at)[0]
+                client("SETRANGE", key, at, bytes([byte ^ 1]))
 
     def close(self):
-        self._servers.__exit__()
+        self.go()
+        self.servers.__exit__()
 
 
 class RedisCluster(Redis):
+    """Three masters."""
+
     kind = "redis-cluster"
-    nodes = 3
+    cluster = True
 
 
 class S3(Processes):
@@ -154,7 +149,7 @@ class S3(Processes):
 
     def __init__(self, folder):
         super().__init__(folder)
-        self._servers = servers.swift.Swift()
+        self._servers = swift.Swift()
         self._servers.__enter__()
         os.environ |= self._servers.environment
         self.processes = list(self._servers.processes.values())
@@ -188,9 +183,9 @@ def _name_of(file):
 PLACES: dict[str, type[Place]] = {"host": Host, "directory": Directory}
 # Those whose servers are installed here; KVSTRIDE_REQUIRE_SERVERS=1: all.
 REQUIRED = bool(os.environ.get("KVSTRIDE_REQUIRE_SERVERS"))
-if REQUIRED or not servers.redis.missing():
+if REQUIRED or redis.program() is not None:
     PLACES |= {"redis": Redis, "redis-cluster": RedisCluster}
-if REQUIRED or not servers.swift.missing():
+if REQUIRED or not swift.missing():
     PLACES["s3"] = S3
-if servers.mooncake.package() is not None:  # a Python package, where engines are
+if mooncake.package() is not None:  # a Python package, where engines are
     PLACES["mooncake"] = Mooncake

@@ -135,6 +135,7 @@ class RedisEngine final : public Engine {
     }
     pattern += '*';
     std::unordered_set<std::string> told;
+    bool goes_on = true;
     while (!walks.empty()) {  // a page of each node that has more
       std::vector<Request> pages(walks.size());
       for (std::size_t i = 0; i < walks.size(); ++i) {
@@ -146,12 +147,15 @@ class RedisEngine final : public Engine {
       std::vector<FindItem> objects;
       for (std::size_t i = 0; i < walks.size(); ++i) {
         if (pages[i].answer != Answer::kOk) return pages[i].answer;
-        if (!take_page(*pages[i].reply.value, walks[i].cursor, folder, told, objects, use)) return Answer::kBroken;
+        if (!take_page(*pages[i].reply.value, walks[i].cursor, folder, told, objects, use, goes_on)) {
+          return Answer::kBroken;
+        }
+        if (!goes_on) return Answer::kOk;
       }
       find(objects, deadline);
       for (const FindItem& item : objects) {
         if (item.answer == Answer::kAbsent) continue;
-        if (item.answer != Answer::kOk && item.answer != Answer::kDenied) return item.answer;
+        if (item.answer != Answer::kOk) return item.answer;
         if (!use({item.name, item.bytes, 0})) return Answer::kOk;
       }
       std::erase_if(walks, [](const Walk& walk) { return walk.cursor == "0"; });
@@ -235,7 +239,7 @@ class RedisEngine final : public Engine {
   /// many to tell each once.
   bool take_page(const redisReply& page, std::string& cursor, const std::string& folder,
                  std::unordered_set<std::string>& told, std::vector<FindItem>& objects,
-                 const std::function<bool(const ListedObject&)>& use) const;
+                 const std::function<bool(const ListedObject&)>& use, bool& goes_on) const;
 
   const std::string detail_;
   const int num_threads_;
@@ -245,7 +249,7 @@ class RedisEngine final : public Engine {
 
 bool RedisEngine::take_page(const redisReply& page, std::string& cursor, const std::string& folder,
                             std::unordered_set<std::string>& told, std::vector<FindItem>& objects,
-                            const std::function<bool(const ListedObject&)>& use) const {
+                            const std::function<bool(const ListedObject&)>& use, bool& goes_on) const {
   if (page.elements != 2 || page.element[0]->type != REDIS_REPLY_STRING || page.element[1]->type != REDIS_REPLY_ARRAY) {
     return false;
   }
@@ -264,8 +268,9 @@ bool RedisEngine::take_page(const redisReply& page, std::string& cursor, const s
     if (slash == std::string_view::npos) {
       objects.push_back({std::move(whole)});
     } else {
-      use({std::move(whole), -1, 0});
+      goes_on = use({std::move(whole), -1, 0});
     }
+    if (!goes_on) break;
   }
   return true;
 }

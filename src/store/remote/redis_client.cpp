@@ -23,7 +23,7 @@ constexpr std::size_t kAsked = 4;
 Answer answer_of(std::string_view error) {
   const std::string_view code = error.substr(0, error.find(' '));
   if (code == "OOM") return Answer::kFull;
-  for (const std::string_view denied : {"NOAUTH", "WRONGPASS", "NOPERM", "DENIED", "WRONGTYPE"}) {
+  for (const std::string_view denied : {"NOAUTH", "WRONGPASS", "NOPERM", "DENIED"}) {
     if (code == denied) return Answer::kDenied;
   }
   for (const std::string_view large : {"invalid bulk length", "string exceeds maximum allowed size"}) {
@@ -372,6 +372,7 @@ std::shared_ptr<const SlotMap> Client::ask(const SlotMap* old, Clock::time_point
     requests[i].node = nodes[i];
   }
   why = Answer::kLate;
+  const std::string before = trouble();
   std::shared_ptr<const SlotMap> found;
   Exchange* running = nullptr;
   const Answered answered = [&](std::size_t i) {
@@ -395,6 +396,10 @@ std::shared_ptr<const SlotMap> Client::ask(const SlotMap* old, Clock::time_point
   Exchange exchange(*this, all, requests, deadline, answered);
   running = &exchange;
   exchange.run();
+  if (found) {  // what others said about it does not matter
+    const std::lock_guard lock(mutex_);
+    trouble_ = before;
+  }
   return found;
 }
 

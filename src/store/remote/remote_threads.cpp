@@ -140,8 +140,7 @@ void RemoteThreads::write(WriteRequest request) {
     }
   }
   counters_.add(why);
-  operation.request.image = nullptr;
-  operation.request.done(Outcome::kRefused);
+  operation.request.finish(Outcome::kRefused);
 }
 
 void RemoteThreads::remove(std::uint32_t space, const Key& key) {
@@ -474,6 +473,7 @@ void RemoteThreads::settle(Write&& operation, Answer answer) noexcept {
         known_.learn(id, operation.request.bytes, now);
         counters_.add(Count::kWrites);
         counters_.add(Count::kWriteBytes, static_cast<std::uint64_t>(operation.request.bytes));
+        operation.request.admitted.written();
         return end(std::move(operation), Outcome::kOk);
       case Answer::kThere:
         counters_.add(Count::kAlreadyThere);
@@ -503,8 +503,7 @@ void RemoteThreads::end(Write&& operation, Outcome outcome) noexcept {
     const std::lock_guard lock(mutex_);
     write_bytes_ -= request.bytes;
   }
-  request.image = nullptr;
-  request.done(outcome);
+  request.finish(outcome);
 }
 
 }  // namespace kvstride::store

@@ -13,7 +13,8 @@ namespace {
 
 class RemoteTier final : public Tier {
  public:
-  explicit RemoteTier(std::shared_ptr<RemoteThreads> remote) : remote_(std::move(remote)) {}
+  explicit RemoteTier(std::shared_ptr<RemoteThreads> remote)
+      : Tier(std::make_shared<Admission>(remote->options_.admission)), remote_(std::move(remote)) {}
   ~RemoteTier() override {
     remote_->stop();
     keep_where_forked(remote_, remote_->pid_);
@@ -79,6 +80,8 @@ class RemoteTier final : public Tier {
   }
 
  private:
+  Counters& counters() override { return remote_->counters_; }
+
   std::shared_ptr<RemoteThreads> remote_;
 };
 
@@ -104,6 +107,15 @@ TierPtr make_remote_tier(const RemoteTierOptions& given, EnginePtr engine) {
   check("lookup_timeout in ms", std::chrono::ceil<std::chrono::milliseconds>(options.lookup_timeout).count(), 0,
         3'600'000);
   check("known_for in ms", std::chrono::ceil<std::chrono::milliseconds>(options.known_for).count(), 0, 86'400'000);
+  const Admission admission(options.admission);  // checks
+  if (admission.has_time_to_live()) {
+    throw Error(ErrorCode::kArgument,
+                "RemoteTier: admission: time_to_live is the engine's own: ttl= of redis://, a bucket's lifecycle");
+  }
+  if (admission.has_quotas()) {
+    throw Error(ErrorCode::kArgument,
+                "RemoteTier: admission: tenant_bytes and bytes_of_tenant: what the engine holds is not counted here");
+  }
   auto remote = std::make_shared<RemoteThreads>(options, std::move(engine));
   remote->start();
   return std::make_shared<RemoteTier>(std::move(remote));

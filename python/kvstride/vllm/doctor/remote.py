@@ -27,7 +27,8 @@ def check_remote(setup: Setup) -> Finding | None:
     if options is None or options.remote is None:
         return None
     try:
-        tier, reader = options.shared(), options.shared()
+        trial = options.taking_everything()
+        tier, reader = trial.shared(), trial.shared()
     except Error as error:
         return fail(str(error))
     assert tier is not None and reader is not None

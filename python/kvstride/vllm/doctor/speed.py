@@ -91,7 +91,7 @@ def _trial(path: str, options: TierOptions, chunks: int) -> Finding:
         model="kvstride doctor", revision="1", planes={"state": "u8"}, num_layers=1, num_kv_heads=1, head_size=1,
         block_size=1, raw="trial",
     )  # fmt: skip
-    tier = options.directory(path)
+    tier = options.taking_everything().directory(path)
     source = np.random.default_rng().integers(0, 256, (_BATCH, CHUNK_BYTES), dtype=np.uint8)
     target = np.zeros_like(source)
     keys = [kv.Key(b"doctor" + i.to_bytes(4, "big")) for i in range(chunks)]

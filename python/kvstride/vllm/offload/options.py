@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import kvstride as kv
@@ -53,6 +53,8 @@ class TierOptions:
     `lora_names_are_fixed`: an adapter's name never means other weights (vLLM's block hash knows the name only).
     `remote`: the URL of an engine that several machines share, below the directory (docs/remote.md); `remote_timeout`:
     seconds that one attempt there may take, `remote_lookup_timeout`: that a question may.
+    `admission`, `remote_admission`: what the directory and the remote engine take, as objects with the arguments of
+    `kv.Admission`. Without tenants, whom vLLM does not name to a tier; `ttl` for the directory only.
     `enable_kv_events`: tell routers what is stored and removed. `locality`: what requests and routers are told of the
     directory, 'LOCAL' or 'REMOTE'.
     """
@@ -72,6 +74,8 @@ class TierOptions:
     remote: str | None = None
     remote_timeout: float = 5.0
     remote_lookup_timeout: float = 1.0
+    admission: kv.Admission | None = None
+    remote_admission: kv.Admission | None = None
 
     def directory(self, path: str | None = None) -> kv.DirectoryTier:
         """The store's tier with these options, in `root_dir` or at another path; ready for I/O. Raises StoreError."""
@@ -84,13 +88,23 @@ class TierOptions:
             engine=self.engine,
             num_threads=self.num_threads,
             prepare=True,
+            admission=self.admission,
         )
+
+    def taking_everything(self) -> TierOptions:
+        """The same without admission, for trials."""
+        return replace(self, admission=None, remote_admission=None)
 
     def shared(self) -> kv.RemoteTier | None:
         """The remote tier, if there is to be one; it connects with the first request. Raises ArgumentError."""
         if self.remote is None:
             return None
-        return kv.RemoteTier(self.remote, timeout=self.remote_timeout, lookup_timeout=self.remote_lookup_timeout)
+        return kv.RemoteTier(
+            self.remote,
+            timeout=self.remote_timeout,
+            lookup_timeout=self.remote_lookup_timeout,
+            admission=self.remote_admission,
+        )
 
     @staticmethod
     def parse(given: Mapping[str, Any], where: str) -> TierOptions:
@@ -224,6 +238,21 @@ def _locality(value: Any, what: str) -> str:
     return str(value)
 
 
+def _admission(value: Any, what: str, known: tuple[str, ...]) -> kv.Admission:
+    if not isinstance(value, Mapping):
+        raise ArgumentError(f"{what} is {value!r}, expected an object such as {{'min_reuse': 2}}")
+    for name in value:
+        if name not in known:
+            raise ArgumentError(f"{what}: unknown option {name!r}{_instead(name, known)}")
+    try:
+        return kv.Admission(**value)
+    except kv.Error as error:
+        raise ArgumentError(f"{what}: {str(error).removeprefix('Admission: ')}") from None
+
+
+#: Of kv.Admission what a configuration of vLLM can say: its tiers are not told whose a request is.
+_ADMISSION = ("min_reuse", "reuse_window", "write_bytes_per_day", "write_burst", "ttl")
+
 _READ: dict[str, Callable[[Any, str], Any]] = {
     "root_dir": _text,
     "max_bytes": _whole,
@@ -240,4 +269,7 @@ _READ: dict[str, Callable[[Any, str], Any]] = {
     "remote": _text,
     "remote_timeout": _seconds,
     "remote_lookup_timeout": _seconds,
+    "admission": lambda value, what: _admission(value, what, _ADMISSION),
+    # What is there expires as the engine likes.
+    "remote_admission": lambda value, what: _admission(value, what, _ADMISSION[:-1]),
 }

@@ -146,6 +146,7 @@ class HostWorker(BlockWorker):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._finished: list[Any] = []
+        _allow_amx()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Blocks of the engine to rows."""
@@ -213,3 +214,16 @@ def _cache(layers: list[Any]) -> kv.Cache:
     sizes = kv.Geometry(num_blocks=blocks, block_size=num, num_kv_heads=1, head_size=size, num_layers=len(layers))
     shaped = layers if num > 1 else [pages[:, 0] for pages in layers]
     return kv.Cache(shaped, kv.Layout(order, sizes))
+
+
+def _allow_amx() -> None:
+    """Asks the system for AMX, for this process.
+
+    vLLM's attention (0.30 to 0.32) uses it and does not ask; a product of a long prompt does, but the first prompt may
+    come from the store and have none: SIGILL.
+    """
+    import torch
+
+    ask = getattr(torch.cpu, "_init_amx", None)
+    if ask is not None:
+        ask()

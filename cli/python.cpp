@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// `kvstride doctor`: hands over to the Python package, which knows the engine.
+// Handing over to the Python package: `kvstride doctor`, and engines that are written in Python.
+#include "python.h"
+
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <spawn.h>
@@ -24,16 +26,19 @@ namespace {
 
 /// -P below: what lies in the working directory is none of it.
 constexpr const char* kLook = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('kvstride') else 1)";
-/// `python -m kvstride.vllm.doctor`, with one line where the package is there and does not import.
+/// Of argv: a module whose main() goes on, and what to call this in the one line where the package does not import.
 constexpr const char* kStart =
     "import sys\n"
+    "module, verb = sys.argv[1:3]\n"
+    "del sys.argv[1:3]\n"
     "try:\n"
-    "    from kvstride.vllm.doctor.__main__ import main\n"
+    "    import importlib\n"
+    "    main = importlib.import_module(module).main\n"
     "except KeyboardInterrupt:\n"
     "    sys.exit(130)\n"
     "except Exception as error:\n"
     "    what = f'{type(error).__name__}: {error}'.split('\\n')[0]\n"
-    "    sys.stderr.write(f'kvstride: doctor: kvstride of {sys.executable} does not import: {what}\\n')\n"
+    "    sys.stderr.write(f'kvstride: {verb}: kvstride of {sys.executable} does not import: {what}\\n')\n"
     "    sys.exit(2)\n"
     "sys.exit(main())\n";
 
@@ -69,7 +74,8 @@ bool has_package(const std::string& python) {
 
 }  // namespace
 
-Outcome run_doctor(const std::string& called, const std::vector<std::string>& arguments) {
+void run_python(const std::string& verb, const std::string& module, const std::string& called,
+                const std::vector<std::string>& arguments) {
   const std::string program = resolved("/proc/self/exe");
   std::vector<std::string> tried;
   // A wheel may have a script beside Python that calls the program, which lies elsewhere.
@@ -83,16 +89,22 @@ Outcome run_doctor(const std::string& called, const std::vector<std::string>& ar
   std::string names;
   for (const std::string& python : tried) {
     if (has_package(python)) {
-      std::vector<std::string> words{python, "-P", "-c", kStart, "--program", program};
+      std::vector<std::string> words{python, "-P", "-c", kStart, module, verb};
       words.insert(words.end(), arguments.begin(), arguments.end());
       ::execvp(python.c_str(), to_argv(words).data());
-      throw Error(ErrorCode::kArgument, fmt::format("doctor: {}: {}", python, std::strerror(errno)));
+      throw Error(ErrorCode::kArgument, fmt::format("{}: {}: {}", verb, python, std::strerror(errno)));
     }
     names += (names.empty() ? "" : " and ") + python;
   }
-  throw Error(ErrorCode::kArgument, fmt::format("doctor needs the Python package kvstride: {} {} not have it (pip "
+  throw Error(ErrorCode::kArgument, fmt::format("{} needs the Python package kvstride: {} {} not have it (pip "
                                                 "install it into vLLM's environment and run its kvstride)",
-                                                names, tried.size() == 1 ? "does" : "do"));
+                                                verb, names, tried.size() == 1 ? "does" : "do"));
+}
+
+Outcome run_doctor(const std::string& called, const std::vector<std::string>& arguments) {
+  std::vector<std::string> words{"--program", resolved("/proc/self/exe")};
+  words.insert(words.end(), arguments.begin(), arguments.end());
+  run_python("doctor", "kvstride.vllm.doctor.__main__", called, words);
 }
 
 }  // namespace kvstride::cli
