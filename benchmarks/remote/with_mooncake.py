@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store over Mooncake beside Mooncake's own batch_put_from and batch_get_into of the same bytes, alternating.
 
-    python benchmarks/remote/with_mooncake.py [--rounds 15] [--chunks 32] [--nodes 2] [--json FILE]
+    python benchmarks/remote/with_mooncake.py [--rounds 15] [--chunks 32] [--nodes 2] [--threads N] [--json FILE]
 
 Starts a master and nodes on this machine. `store`: put and get of chunks of a cache, verified and converted from and to
 the cache's layout, over a RemoteTier; `engine`: the same images by the engine alone. `ratio` is Mooncake's time over
@@ -80,7 +80,7 @@ def alternate(rounds: int, ours: Callable[[int], float], other: Callable[[int], 
     return [a for a, _ in pairs[1:]], [b for _, b in pairs[1:]]
 
 
-def compare(rounds: int, chunks: int, nodes: int) -> list[dict[str, Any]]:
+def compare(rounds: int, chunks: int, nodes: int, threads: int) -> list[dict[str, Any]]:
     """The four comparisons, as records."""
     out = []
     with tempfile.TemporaryDirectory() as folder, Mooncake(Path(folder), nodes=nodes, segment=2 << 30) as servers:
@@ -97,7 +97,7 @@ def compare(rounds: int, chunks: int, nodes: int) -> list[dict[str, Any]]:
         memory = np.random.default_rng(3).integers(0, 256, image * chunks, np.uint8)
         engine.memory(memory.ctypes.data, memory.nbytes)
         places = [memory.ctypes.data + i * image for i in range(chunks)]
-        tier = kv.RemoteTier(servers.url(), staging_bytes=4 * image * chunks)
+        tier = kv.RemoteTier(servers.url(), staging_bytes=4 * image * chunks, num_threads=threads)
 
         def names(kind: str, i: int) -> list[str]:
             return [f"{kind}/{i}/{j}" for j in range(chunks)]
@@ -161,9 +161,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--chunks", type=int, default=32)
     parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=0, help="that call Mooncake; 0: as it likes")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    records = compare(args.rounds, args.chunks, args.nodes)
+    records = compare(args.rounds, args.chunks, args.nodes, args.threads)
     for one in records:
         print(f"{one['name']:12} {one['GBps']:6.2f} GB/s, raw {one['raw_GBps']:6.2f} GB/s, ratio {one['ratio']:.2f}")
     if args.json:

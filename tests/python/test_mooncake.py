@@ -305,7 +305,7 @@ def test_a_transfer_that_mooncake_gives_up_touches_memory_no_more(tmp_path):
                 slow.nodes[0].send_signal(signal.SIGSTOP)
                 time.sleep(1.2)
                 slow.nodes[0].send_signal(signal.SIGCONT)
-                time.sleep(0.004)
+                time.sleep(0.006)
 
         thread = threading.Thread(target=hold_up)
         thread.start()

@@ -27,7 +27,7 @@ _OPTIONS = {
     "local": "",
     "admin": "",
     "timeout": "3",
-    "threads": "4",
+    "threads": "2",
 }
 
 # mooncake-store/include/types.h, release 0.3.13.

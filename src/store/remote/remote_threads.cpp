@@ -174,7 +174,9 @@ std::vector<RemoteThreads::Read> RemoteThreads::take_reads() {
   return take_some(reads_.ready, busy_.size(), engine_->batch(), [](const Read& one) { return one.bytes; });
 }
 std::vector<RemoteThreads::Write> RemoteThreads::take_writes() {
-  return take_some(writes_.ready, busy_.size(), engine_->batch(), [](const Write& one) { return one.request.bytes; });
+  // One thread is left for reads, and does not share them.
+  const std::size_t writers = std::max<std::size_t>(busy_.size(), 2) - 1;
+  return take_some(writes_.ready, writers, engine_->batch(), [](const Write& one) { return one.request.bytes; });
 }
 
 /// One thread: batches of reads, and of writes where no read waits; one thread is always left for reads.
