@@ -22,28 +22,36 @@ def package() -> pathlib.Path | None:
     return None if found is None or found.origin is None else pathlib.Path(found.origin).parent
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, host: str) -> list[int]:
     """Ports that nobody listens on now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
-            one.bind(("127.0.0.1", 0))
+            one.bind((host, 0))
         return [one.getsockname()[1] for one in sockets]
 
 
 class Mooncake:
-    """A master and `nodes` stores of `segment` bytes each. A context manager; logs go below `folder`."""
+    """A master and `nodes` stores of `segment` bytes each, on `host`. A context manager; logs go below `folder`."""
 
     def __init__(
-        self, folder: pathlib.Path, *, nodes: int = 2, segment: int = 256 << 20, lease_ms: int = 1000, ttl: int = 3
+        self,
+        folder: pathlib.Path,
+        *,
+        nodes: int = 2,
+        segment: int = 256 << 20,
+        lease_ms: int = 1000,
+        ttl: int = 3,
+        host: str = "127.0.0.1",
     ) -> None:
         where = package()
         assert where is not None, "mooncake is not installed"
         self._package = where
         self._folder = folder
         self._segment = segment
+        self.host = host
         self._flags = [f"--default_kv_lease_ttl={lease_ms}", f"--client_ttl={ttl}"]
-        self.port, self.admin = free_ports(2)
+        self.port, self.admin = free_ports(2, host)
         self._running: list[subprocess.Popen[bytes]] = []
         self.master: subprocess.Popen[bytes] | None = None
         self.nodes: list[subprocess.Popen[bytes]] = []
@@ -58,12 +66,12 @@ class Mooncake:
 
     def url(self, **options: object) -> str:
         """Of an engine of this cluster."""
-        options = {"admin": f"127.0.0.1:{self.admin}", **options}
-        return f"mooncake://127.0.0.1:{self.port}?" + "&".join(f"{name}={value}" for name, value in options.items())
+        options = {"admin": f"{self.host}:{self.admin}", **options}
+        return f"mooncake://{self.host}:{self.port}?" + "&".join(f"{name}={value}" for name, value in options.items())
 
     def start_master(self) -> None:
         """On the same port each time. It keeps nothing over its end."""
-        flags = [f"--rpc_port={self.port}", f"--metrics_port={self.admin}", "--metrics_host=127.0.0.1"]
+        flags = [f"--rpc_port={self.port}", f"--metrics_port={self.admin}", f"--metrics_host={self.host}"]
         self.master = self._start("mooncake_master", *flags, "--rpc_thread_num=2", *self._flags)
         self._wait("the master", lambda: self.ask("/health") is not None)
 
@@ -71,10 +79,10 @@ class Mooncake:
         """One more store."""
         before = self.endpoints()
         # Its own service's port, which is not the one that it transfers by.
-        (port,) = free_ports(1)
-        flags = [f"--master_server_address=127.0.0.1:{self.port}", "--metadata_server=P2PHANDSHAKE"]
+        (port,) = free_ports(1, self.host)
+        flags = [f"--master_server_address={self.host}:{self.port}", "--metadata_server=P2PHANDSHAKE"]
         sizes = [f"--global_segment_size={self._segment}", "--local_buffer_size=16777216"]
-        self.nodes.append(self._start("mooncake_client", *flags, "--host=127.0.0.1", f"--port={port}", *sizes))
+        self.nodes.append(self._start("mooncake_client", *flags, f"--host={self.host}", f"--port={port}", *sizes))
         self._wait("a node", lambda: len(self.endpoints()) > len(before))
         self._pids |= dict.fromkeys(self.endpoints() - before, self.nodes[-1].pid)
 
@@ -111,7 +119,7 @@ class Mooncake:
     def ask(self, path: str) -> str | None:
         """The master's administration."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.admin}{path}", timeout=2) as answer:
+            with urllib.request.urlopen(f"http://{self.host}:{self.admin}{path}", timeout=2) as answer:
                 return answer.read().decode()
         except OSError:
             return None

@@ -32,13 +32,13 @@ def program() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
-def free_ports(count: int, most: int = 55535) -> list[int]:
+def free_ports(count: int, host: str, most: int = 55535) -> list[int]:
     """Ports that nobody listens on, so low that a cluster's second port (10000 higher) is one, too."""
     found: list[int] = []
     for port in range(20000 + os.getpid() % 20000, most):
         with socket.socket() as one, socket.socket() as bus, contextlib.suppress(OSError):
-            one.bind(("127.0.0.1", port))
-            bus.bind(("127.0.0.1", port + 10000))
+            one.bind((host, port))
+            bus.bind((host, port + 10000))
             found.append(port)
         if len(found) == count:
             return found
@@ -52,8 +52,8 @@ class ReplyError(Exception):
 class Client:
     """A connection, for tests: one command at a time, replies as Python values."""
 
-    def __init__(self, port: int, seconds: float = 10, password: str = "") -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), seconds)
+    def __init__(self, port: int, seconds: float = 10, password: str = "", host: str = "127.0.0.1") -> None:
+        self._socket = socket.create_connection((host, port), seconds)
         self._file = self._socket.makefile("rb")
         if password:
             self("AUTH", password)
@@ -94,15 +94,19 @@ class Client:
 class Redis:
     """Servers, as long as the context lasts: one, or with `cluster` three masters that share all slots.
 
-    `options` are directives of redis.conf, with _ for -. `processes` and `ports` are those of the servers by number.
+    They listen on `host`. `options` are directives of redis.conf, with _ for -. `processes` and `ports` are those of the
+    servers by number.
     """
 
-    def __init__(self, *, cluster: bool = False, server: str | None = None, **options: object) -> None:
+    def __init__(
+        self, *, cluster: bool = False, server: str | None = None, host: str = "127.0.0.1", **options: object
+    ) -> None:
         self.root = pathlib.Path(tempfile.mkdtemp(prefix="kvstride-redis-"))
         self.cluster = cluster
+        self.host = host
         self.server = server or program() or "redis-server"
         self.options = {name.replace("_", "-"): str(value) for name, value in options.items()}
-        self.ports = free_ports(3 if cluster else 1)
+        self.ports = free_ports(3 if cluster else 1, host)
         self.processes: list[subprocess.Popen[bytes]] = []
         try:
             for number in range(len(self.ports)):
@@ -126,17 +130,17 @@ class Redis:
         """For kvstride; `user` is what stands before the @."""
         more = "&".join(f"{name}={value}" for name, value in options.items())
         who = f"{user}@" if user else ""
-        return f"redis://{who}127.0.0.1:{self.ports[0]}/{database}{'?' if more else ''}{more}"
+        return f"redis://{who}{self.host}:{self.ports[0]}/{database}{'?' if more else ''}{more}"
 
     def client(self, number: int = 0) -> Client:
         """To one of the servers."""
-        return Client(self.ports[number], password=self.options.get("requirepass", ""))
+        return Client(self.ports[number], password=self.options.get("requirepass", ""), host=self.host)
 
     def start(self, number: int) -> None:
         """A server that does not run, on its port and with what it had written down (a cluster's nodes.conf)."""
         folder = self.root / str(number)
         folder.mkdir(exist_ok=True)
-        flags = {"bind": "127.0.0.1", "port": str(self.ports[number]), "dir": str(folder), "save": "", **self.options}
+        flags = {"bind": self.host, "port": str(self.ports[number]), "dir": str(folder), "save": "", **self.options}
         if self.cluster:
             flags |= {"cluster-enabled": "yes", "cluster-node-timeout": "1000"}
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
@@ -178,7 +182,7 @@ class Redis:
             old("CLUSTER", "SETSLOT", slot, "MIGRATING", ids["new"])
             time.sleep(pause)
             while keys := old("CLUSTER", "GETKEYSINSLOT", slot, 10):
-                old("MIGRATE", "127.0.0.1", self.ports[to], "", 0, 10000, "KEYS", *keys)
+                old("MIGRATE", self.host, self.ports[to], "", 0, 10000, "KEYS", *keys)
             time.sleep(pause)
             new("CLUSTER", "SETSLOT", slot, "NODE", ids["new"])
             old("CLUSTER", "SETSLOT", slot, "NODE", ids["new"])
@@ -204,7 +208,7 @@ class Redis:
                 client("CLUSTER", "ADDSLOTS", *range(first, end))
                 client("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
                 if number:
-                    client("CLUSTER", "MEET", "127.0.0.1", self.ports[0])
+                    client("CLUSTER", "MEET", self.host, self.ports[0])
         self.wait_until_whole()
 
     def _whole(self, number: int) -> bool:

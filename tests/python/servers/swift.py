@@ -52,7 +52,7 @@ error_suppression_interval = 1
 use = egg:swift#catch_errors
 [filter:cache]
 use = egg:swift#memcache
-memcache_servers = 127.0.0.1:{memcached}
+memcache_servers = {host}:{memcached}
 [filter:s3api]
 use = egg:swift#s3api
 location = us-east-1
@@ -73,43 +73,44 @@ def missing() -> list[str]:
     return [name for name in [*PROGRAMS, "swift-ring-builder", "memcached"] if shutil.which(name) is None]
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, host: str) -> list[int]:
     """Ports that nobody listens on."""
     sockets = [socket.socket() for _ in range(count)]
     for one in sockets:
-        one.bind(("127.0.0.1", 0))
+        one.bind((host, 0))
     ports = [one.getsockname()[1] for one in sockets]
     for one in sockets:
         one.close()
     return ports
 
 
-def listens(port: int) -> bool:
+def listens(host: str, port: int) -> bool:
     """Whether somebody listens on this port."""
     with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) == 0
+        return one.connect_ex((host, port)) == 0
 
 
 class Swift:
-    """The servers, as long as the context lasts. Processes by kind are in `processes`, objects below `disks`."""
+    """The servers on `host`, as long as the context lasts. Processes by kind are in `processes`, objects below `disks`."""
 
     bucket = "kvstride"
 
-    def __init__(self, workers: int = 0) -> None:
+    def __init__(self, workers: int = 0, host: str = "127.0.0.1") -> None:
         self.root = pathlib.Path(tempfile.mkdtemp(prefix="kvstride-swift-"))
         self.disks = self.root / "disks"
         self.workers = workers
+        self.host = host
         names = ["account", "container", "object", "proxy", "memcached"]
-        self.ports = dict(zip(names, free_ports(len(names)), strict=True))
+        self.ports = dict(zip(names, free_ports(len(names), host), strict=True))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.endpoint = f"http://127.0.0.1:{self.ports['proxy']}"
+        self.endpoint = f"http://{host}:{self.ports['proxy']}"
 
     def __enter__(self) -> Swift:
         try:
             self._configure()
             self._spawn(
                 "memcached",
-                ["memcached", "-l", "127.0.0.1", "-p", str(self.ports["memcached"]), "-u", getpass.getuser()],
+                ["memcached", "-l", self.host, "-p", str(self.ports["memcached"]), "-u", getpass.getuser()],
             )
             for kind in ("account", "container", "object", "proxy"):
                 self.start(kind)
@@ -157,15 +158,17 @@ class Swift:
         (self.root / "swift.conf").write_text("[swift-hash]\nswift_hash_path_suffix = test\n")
         for kind in ("account", "container", "object"):
             builder = str(self.root / f"{kind}.builder")
-            device = f"r1z1-127.0.0.1:{self.ports[kind]}/d1"
+            device = f"r1z1-{self.host}:{self.ports[kind]}/d1"
             for arguments in (["create", "4", "1", "0"], ["add", device, "100"], ["rebalance"]):
                 subprocess.run(["swift-ring-builder", builder, *arguments], check=True, stdout=subprocess.DEVNULL)
         for kind in ("account", "container", "object", "proxy"):
-            text = (PROXY if kind == "proxy" else SERVER).format(root=self.root, kind=kind, **self.ports)
+            text = (PROXY if kind == "proxy" else SERVER).format(
+                root=self.root, kind=kind, host=self.host, **self.ports
+            )
             common = {
                 "swift_dir": self.root,
                 "user": getpass.getuser(),
-                "bind_ip": "127.0.0.1",
+                "bind_ip": self.host,
                 "bind_port": self.ports[kind],
                 "workers": self.workers if kind in ("object", "proxy") else 0,
                 "log_level": "ERROR",
@@ -183,7 +186,7 @@ class Swift:
         """The proxy asks for none in vain: it would take it for broken."""
         limit = time.monotonic() + seconds
         for kind, port in self.ports.items():
-            while not listens(port):
+            while not listens(self.host, port):
                 if self.processes[kind].poll() is not None or time.monotonic() > limit:
                     raise RuntimeError(f"{kind} does not listen\n{(self.root / f'{kind}.log').read_text()[-2000:]}")
                 time.sleep(0.1)
