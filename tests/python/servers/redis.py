@@ -94,8 +94,8 @@ class Client:
 class Redis:
     """Servers, as long as the context lasts: one, or with `cluster` three masters that share all slots.
 
-    They listen on `host`. `options` are directives of redis.conf, with _ for -. `processes` and `ports` are those of the
-    servers by number.
+    They listen on `host`. `options` are directives of redis.conf, with _ for -. `processes` and `ports` are those of
+    the servers by number.
     """
 
     def __init__(

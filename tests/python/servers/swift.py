@@ -91,7 +91,7 @@ def listens(host: str, port: int) -> bool:
 
 
 class Swift:
-    """The servers on `host`, as long as the context lasts. Processes by kind are in `processes`, objects below `disks`."""
+    """The servers on `host`, while the context lasts. Processes by kind are in `processes`, objects below `disks`."""
 
     bucket = "kvstride"
 
