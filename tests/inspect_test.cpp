@@ -549,14 +549,19 @@ TEST_F(InspectTest, VerifyBesideAProcessThatWrites) {
       store.remove(keys(i, 1));
     }
   });
-  const auto until = std::chrono::steady_clock::now() + 1s;
+  const auto start = std::chrono::steady_clock::now();
   std::int64_t sound = 0;
   std::int64_t gone = 0;
   std::int64_t removed = 0;
+  // A second of it, and as much more as a machine needs that has much else to do.
+  const auto more = [&] {
+    const auto past = std::chrono::steady_clock::now() - start;
+    return past < 1s || (past < 30s && (sound <= 20 || removed == 0));
+  };
   const StoreFolder store = folder();
   {
     StoreEditor editor(store);
-    while (std::chrono::steady_clock::now() < until) {
+    while (more()) {
       for (const std::string& name : store.spaces()) {
         const SpaceFolder space(store, name);
         std::vector<ChunkFile> files;
