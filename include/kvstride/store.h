@@ -203,6 +203,8 @@ struct StoreOptions {
   /// A put is done when the first tier has the chunk; the others get it behind the caller's back.
   bool write_behind = false;
   bool promote = true;  ///< whole chunks that are read from a lower tier go to the upper ones
+  /// Lookups bring up what they find below the first tier, as prefetch() does, behind the caller's back.
+  bool prefetch = false;
 };
 
 /// Keeps chunks from being evicted while it lives. Movable.
@@ -252,7 +254,8 @@ class Store {
   /// How many chunks from the first on are held without a gap.
   std::int64_t lookup_prefix(std::span<const Key> keys, std::optional<Range> heads = {}, bool ask = true);
   /// Brings chunks that only lower tiers hold into the upper ones, verified, so that a get finds them there. kOk: the
-  /// first tier had it, or an upper tier was given it; kRefused: none of them admits it.
+  /// first tier had it, or an upper tier was given it; kRefused: none of them admits it. A get of a chunk that is on
+  /// its way waits for it, and reads by itself where it does not come.
   Job prefetch(std::span<const Key> keys, std::optional<Range> heads = {}, const RequestOptions& options = {});
   /// Pins what is there until the result is dropped. Another process may still remove a file.
   Pins pin(std::span<const Key> keys);

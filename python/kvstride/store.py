@@ -268,7 +268,8 @@ class Store(_OfProcess):
     Every byte is verified before it reaches a cache. `num_threads` convert and check (0: the cores, at most 4);
     `queue_chunks` may wait, more are refused at once; `deadline` (seconds) bounds every request that gives none.
     `write_behind`: a put is done when the first tier has the chunk. `promote`: whole chunks read from a lower tier go
-    to the upper ones.
+    to the upper ones. `prefetch`: lookups bring up what they find below the first tier, as `prefetch()` does, behind
+    the caller's back.
     """
 
     def __init__(
@@ -281,6 +282,7 @@ class Store(_OfProcess):
         deadline: float = 10.0,
         write_behind: bool = False,
         promote: bool = True,
+        prefetch: bool = False,
     ) -> None:
         super().__init__()
         self._live: dict[Job, None] = {}  # the eldest first
@@ -305,6 +307,7 @@ class Store(_OfProcess):
             _seconds(deadline, "Store: deadline"),
             to_flag(write_behind, "Store: write_behind"),
             to_flag(promote, "Store: promote"),
+            to_flag(prefetch, "Store: prefetch"),
         )
 
     def put(
@@ -480,8 +483,8 @@ class Store(_OfProcess):
     ) -> Job:
         """Bring chunks that only lower tiers hold into the upper ones, verified, so that a get finds them there.
 
-        'ok': the first tier had it, or an upper tier was given it; 'refused': none of them admits it. `tenant` as with
-        `get`.
+        'ok': the first tier had it, or an upper tier was given it; 'refused': none of them admits it. A get of a chunk
+        that is on its way waits for it, and reads by itself where it does not come. `tenant` as with `get`.
         """
         names = to_keys(keys, "prefetch")
         numbers = to_numbers(heads, ("first", "count"), "prefetch: heads")

@@ -238,7 +238,7 @@ void bind_store(nb::module_& m) {
       .def(
           "__init__",
           [](StoreHandle* self, const std::vector<TierHandle*>& tiers, const Namespace& space, int num_threads,
-             std::int64_t queue_chunks, double deadline, bool write_behind, bool promote) {
+             std::int64_t queue_chunks, double deadline, bool write_behind, bool promote, bool prefetch) {
             std::vector<TierPtr> all;
             for (const TierHandle* tier : tiers) all.push_back(tier_of(*tier, "Store"));
             StoreOptions options;
@@ -247,11 +247,12 @@ void bind_store(nb::module_& m) {
             options.deadline = to_time(deadline);
             options.write_behind = write_behind;
             options.promote = promote;
+            options.prefetch = prefetch;
             const GilReleased release;
             new (self) StoreHandle(std::make_shared<Store>(std::move(all), space, options));
           },
           nb::arg("tiers"), nb::arg("namespace"), nb::arg("num_threads"), nb::arg("queue_chunks"), nb::arg("deadline"),
-          nb::arg("write_behind"), nb::arg("promote"))
+          nb::arg("write_behind"), nb::arg("promote"), nb::arg("prefetch"))
       .def(
           "put",
           [](const StoreHandle& self, const nb::list& keys, const Cache& cache, const Ids& blocks, const Heads& heads,

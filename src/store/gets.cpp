@@ -108,6 +108,7 @@ StoreImpl::Begun StoreImpl::begin_get(const std::shared_ptr<Fetch>& fetch) {
     give_up(*fetch);
     return Begun::kYes;
   }
+  if (wait_for_prefetch(*fetch)) return Begun::kYes;
   if (job.verb == Verb::kPrefetch) {
     std::erase_if(fetch->readings, [](const Reading& one) { return one.tier == 0; });
     if (fetch->readings.empty()) {
@@ -175,6 +176,16 @@ StoreImpl::Begun StoreImpl::begin_get(const std::shared_ptr<Fetch>& fetch) {
     tiers_[reading.tier]->read(std::move(request));
   }
   return Begun::kYes;
+}
+
+/// Somebody else is bringing up what would be read from a lower tier: the chunk begins anew when that is over, well or
+/// not. Until then it is under way; its deadline ends it all the same.
+bool StoreImpl::wait_for_prefetch(const Fetch& fetch) {
+  const JobState& job = *fetch.job;
+  const auto upper = [](const Reading& one) { return one.tier == 0; };
+  if (fetch.token || job.stages[fetch.chunk].load() != Stage::kQueued) return false;
+  if (std::all_of(fetch.readings.begin(), fetch.readings.end(), upper)) return false;
+  return bringing_.wait(job.keys[fetch.chunk], {fetch.job, fetch.chunk, {}});
 }
 
 void StoreImpl::arrived(const std::shared_ptr<Fetch>& fetch) {
@@ -381,7 +392,7 @@ void StoreImpl::promote(Fetch& fetch) {
                                reading.result.bytes,
                                fetch.job->deadline,
                                {},
-                               [](Outcome) {},
+                               [token = fetch.token](Outcome) {},
                                std::move(one.admitted),
                                fetch.job->tenant});
     }

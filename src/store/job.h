@@ -45,6 +45,9 @@ struct JobState {
 
   explicit JobState(std::size_t chunks) : stages(chunks), outcomes(chunks, Outcome::kRefused), left(chunks) {}
 
+  /// Of a prefetch, of each chunk: lets those go on who wait for it. Taken by take_token().
+  std::vector<std::shared_ptr<void>> tokens;
+
   std::mutex asking;
   bool asked = false;  ///< far tiers, about all keys; under `asking`
 
@@ -56,6 +59,10 @@ struct JobState {
   std::mutex mutex;
   std::condition_variable changed;
 
+  std::shared_ptr<void> take_token(std::size_t chunk) {
+    const std::lock_guard lock(mutex);
+    return tokens.empty() ? nullptr : std::move(tokens[chunk]);
+  }
   /// Where the caller's memory is.
   Device device() const { return cache ? cache->device() : Device{}; }
   std::span<const std::int64_t> blocks_of(std::size_t chunk) const {

@@ -165,7 +165,49 @@ Job StoreImpl::prefetch(std::span<const Key> keys, const std::optional<Range>& h
   const Heads wanted = want(heads);
   std::shared_ptr<JobState> out = job("prefetch", Verb::kPrefetch, keys, options);
   if (!space_.fields().raw) out->heads = {0, wanted.first, wanted.count};
+  // What is refused at once shall not make anybody wait.
+  check_process();
+  const std::shared_ptr<StoreImpl> self = shared_from_this();
+  for (const Key& key : keys) {
+    out->tokens.push_back(bringing_.begin(key, [self](std::vector<Task> tasks) { self->resume(std::move(tasks)); }));
+  }
   return submit(std::move(out));
+}
+
+/// After a lookup: what it found below the first tier.
+void StoreImpl::bring(std::span<const Key> keys, Heads heads, std::span<const std::uint8_t> found) {
+  std::vector<std::uint8_t> upper(keys.size());
+  tiers_[0]->covered(numbers_[0], keys, heads, false, upper);
+  std::vector<Key> wanted;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    if (found[i] != 0 && upper[i] == 0 && !bringing_.has(keys[i])) wanted.push_back(keys[i]);
+  }
+  if (wanted.empty()) return;
+  std::optional<Range> range;
+  if (!space_.fields().raw) range = Range{heads.first, heads.count};
+  prefetch(wanted, range, {});
+}
+
+/// What waited for a prefetch begins anew, before anything else does.
+void StoreImpl::resume(std::vector<Task> tasks) noexcept {
+  if (tasks.empty()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    for (Task& task : tasks) {
+      bool taken = false;
+      try {
+        if (!closed_) waiting_.push_front(task);
+        taken = !closed_;
+      } catch (...) {  // no memory
+      }
+      if (taken) task.job = nullptr;
+    }
+  }
+  work_.notify_all();
+  for (const Task& task : tasks) {
+    if (task.job) end(*task.job, task.chunk, Stage::kQueued, Outcome::kRefused);
+    leave();
+  }
 }
 
 /// What a reader of all, or of `heads`, needs.

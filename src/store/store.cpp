@@ -12,6 +12,13 @@ namespace kvstride::store {
 
 std::size_t StoreImpl::lookup(std::span<const Key> keys, Heads heads, bool prefix, bool may_ask,
                               std::vector<std::uint8_t>& out) {
+  const std::size_t leading = look(keys, heads, prefix, may_ask, out);
+  if (options_.prefetch && tiers_.size() > 1) bring(prefix ? keys.first(leading) : keys, heads, out);
+  return leading;
+}
+
+std::size_t StoreImpl::look(std::span<const Key> keys, Heads heads, bool prefix, bool may_ask,
+                            std::vector<std::uint8_t>& out) {
   check_open(prefix ? "lookup_prefix" : "lookup");
   out.assign(keys.size(), 0);
   std::size_t leading = 0;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "kvstride/store.h"
+#include "store/bringing.h"
 #include "store/job.h"
 #include "store/tier.h"
 
@@ -64,6 +65,7 @@ struct Fetch {
   bool saw_error = false;
   bool saw_timeout = false;
   bool saw_refusal = false;
+  std::shared_ptr<void> token;                         ///< of a prefetch
   bool asked = false;                                  ///< tiers were told that somebody asks for it
   bool everything = false;                             ///< read whole images: a header was not the expected one
   int other_lengths = 0;                               ///< how often a file had another length than was known
@@ -141,10 +143,14 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
  private:
   enum class Begun { kYes, kStarved };
 
+  std::size_t look(std::span<const Key> keys, Heads heads, bool prefix, bool may_ask, std::vector<std::uint8_t>& out);
+
   // Requests.
   std::shared_ptr<JobState> job(const char* name, Verb verb, std::span<const Key> keys,
                                 const RequestOptions& options) const;
   Job submit(std::shared_ptr<JobState> job);
+  void bring(std::span<const Key> keys, Heads heads, std::span<const std::uint8_t> found);
+  void resume(std::vector<Task> tasks) noexcept;
 
   // The threads.
   void work();
@@ -152,7 +158,7 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   Begun begin(const Task& task);
   bool take(Task& out, Clock::time_point now);
   bool ask_later(std::unique_lock<std::mutex>& lock, Clock::time_point now);
-  void put_back(Task task);
+  bool put_back(Task& task);
   void end(JobState& job, std::size_t chunk, Stage stage, Outcome outcome);
   bool is_ready(JobState& job);
   void leave();
@@ -180,6 +186,7 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   void give_up(Fetch& fetch);
   void deliver(Fetch& fetch, const std::vector<std::shared_ptr<const Shape>>& shapes);
   void keep(Fetch& fetch);
+  bool wait_for_prefetch(const Fetch& fetch);
   void promote(Fetch& fetch);
   bool some_wanted(Fetch& fetch);
   bool may_promote(const JobState& job) const { return options_.promote || job.verb == Verb::kPrefetch; }
@@ -213,6 +220,7 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   bool ended_ = false;  // all of close() is done
   std::vector<std::thread> threads_;
 
+  Bringing<Task> bringing_;
   std::atomic<bool> pinned_{false};  // tiers were asked to
   std::mutex shapes_mutex_;
   std::map<std::string, std::shared_ptr<const Shape>> shapes_;

@@ -21,6 +21,7 @@ void StoreImpl::end(JobState& job, std::size_t chunk, Stage stage, Outcome outco
     (put ? put_seconds_ : get_seconds_).add(Clock::now() - job.start);
   }
   job.settle(chunk, outcome);
+  job.take_token(chunk);  // where it has not begun
 }
 
 /// Only one thread asks of a job at a time.
@@ -76,33 +77,31 @@ bool StoreImpl::ask_later(std::unique_lock<std::mutex>& lock, Clock::time_point 
     return true;
   }
   delayed_chunks_ -= one.chunks;
-  for (std::size_t i = 0; i < one.chunks; ++i) {
-    if (closed_) {
-      end(*one.job, i, Stage::kQueued, Outcome::kRefused);
-    } else {
-      waiting_.push_back({one.job, i, {}});
-    }
+  if (closed_) {
+    lock.unlock();
+    for (std::size_t i = 0; i < one.chunks; ++i) end(*one.job, i, Stage::kQueued, Outcome::kRefused);
+    lock.lock();
+  } else {
+    for (std::size_t i = 0; i < one.chunks; ++i) waiting_.push_back({one.job, i, {}});
   }
   work_.notify_all();
   if (under_way_ == 0) idle_.notify_all();
   return true;
 }
 
-/// A task that found no memory. The lock must be held.
-void StoreImpl::put_back(Task task) {
+/// A task that found no memory; whether it waits for some. The lock must be held.
+bool StoreImpl::put_back(Task& task) {
   constexpr auto kPause = std::chrono::microseconds(200);
   constexpr auto kHopeless = std::chrono::milliseconds(250);
   const Clock::time_point now = Clock::now();
   // Everything that could give memory back may be pinned, for as long as its owner likes.
   const bool hopeless = under_way_ == 1 && task.starved && now - *task.starved > kHopeless;
-  if (closed_ || hopeless) {
-    end(*task.job, task.chunk, Stage::kQueued, Outcome::kRefused);
-  } else {
-    const bool again = task.starved.has_value();
-    if (!again) task.starved = now;
-    again ? starved_.push_front(std::move(task)) : starved_.push_back(std::move(task));
-    starved_until_ = now + kPause;
-  }
+  if (closed_ || hopeless) return false;
+  const bool again = task.starved.has_value();
+  if (!again) task.starved = now;
+  again ? starved_.push_front(std::move(task)) : starved_.push_back(std::move(task));
+  starved_until_ = now + kPause;
+  return true;
 }
 
 /// Threads check what has been read before they start anything new: that is what gives memory back.
@@ -112,10 +111,11 @@ void StoreImpl::work() {
   while (true) {
     const Clock::time_point now = Clock::now();
     if (!ready_.empty()) {
-      const std::shared_ptr<Fetch> fetch = std::move(ready_.front());
+      std::shared_ptr<Fetch> fetch = std::move(ready_.front());
       ready_.pop_front();
       lock.unlock();
       finish_get(fetch);
+      fetch = nullptr;  // its token needs the lock
       lock.lock();
     } else if (stop_) {
       return;
@@ -127,7 +127,11 @@ void StoreImpl::work() {
       const Begun begun = begin(task);
       lock.lock();
       if (begun != Begun::kYes) {
-        put_back(std::move(task));
+        if (!put_back(task)) {
+          lock.unlock();
+          end(*task.job, task.chunk, Stage::kQueued, Outcome::kRefused);
+          lock.lock();
+        }
         if (--under_way_ == 0) idle_.notify_all();
       }
       task = {};
@@ -183,6 +187,7 @@ StoreImpl::Begun StoreImpl::begin(const Task& task) {
     fetch->job = task.job;
     fetch->chunk = task.chunk;
     fetch->everything = job.verb == Verb::kPrefetch;
+    fetch->token = job.take_token(task.chunk);
     // Who prefetches gets it next, and that is what counts. A task that was short of memory has asked.
     fetch->asked = job.verb == Verb::kPrefetch || task.starved;
     return begin_get(fetch);

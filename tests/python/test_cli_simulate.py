@@ -431,7 +431,10 @@ def test_scale_is_known_by_computation():
 
 def test_an_interrupted_run_says_so_and_leaves_no_file(tmp_path):
     path = tmp_path / "long.jsonl"
+    # It heeds the signal although a shell may have started this test in the background, where it is ignored.
     program = [
+        "env",
+        "--default-signal=INT",
         PROGRAM,
         "simulate",
         "--synthetic",
@@ -447,7 +450,10 @@ def test_an_interrupted_run_says_so_and_leaves_no_file(tmp_path):
             time.sleep(0.01)
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130 and err.startswith("kvstride: interrupted after ") and err.count("\n") == 1
     got = json.loads(out)
     assert got["trace"]["whole"] is False and got["trace"]["requests"] > 0
