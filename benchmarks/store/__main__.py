@@ -32,6 +32,7 @@ import host
 import keys
 from files import LmcacheFiles, VllmFiles
 from ours import NAME, Chunks
+
 from places import Places
 
 Record = dict[str, Any]

@@ -17,6 +17,7 @@ import numpy as np
 from cold import huge, shared
 from files import LmcacheFiles, VllmFiles
 from ours import NAME, Chunks, OurFiles
+
 from places import Places
 
 Peer = type[VllmFiles] | type[LmcacheFiles]

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from ours import Tiny
+
 from places import Places
 
 LOOKUPS = 10_000  # keys a round

@@ -138,9 +138,10 @@ class PythonEngine final : public Engine {
   }
 
   const char* kind() const override { return kind_.c_str(); }
-  std::string detail() const override {
+  std::string detail() const override { return detail_; }
+  std::string trouble() const override {
     const std::lock_guard lock(mutex_);
-    return error_.empty() ? detail_ : detail_ + ", " + error_;
+    return error_;
   }
   std::int64_t largest() const override { return largest_; }
   bool reads_ranges() const override { return reads_ranges_; }

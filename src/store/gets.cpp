@@ -173,6 +173,7 @@ StoreImpl::Begun StoreImpl::begin_get(const std::shared_ptr<Fetch>& fetch) {
       fetch->readings[i].result = std::move(result);
       if (fetch->left.fetch_sub(1) == 1) self->arrived(fetch);
     };
+    request.more = job.more();
     tiers_[reading.tier]->read(std::move(request));
   }
   return Begun::kYes;

@@ -48,6 +48,9 @@ struct JobState {
   /// Of a prefetch, of each chunk: lets those go on who wait for it. Taken by take_token().
   std::vector<std::shared_ptr<void>> tokens;
 
+  std::atomic<std::size_t> begun{0};  ///< chunks, or more where one began anew
+  bool more() const { return begun < keys.size(); }
+
   std::mutex asking;
   bool asked = false;  ///< far tiers, about all keys; under `asking`
 

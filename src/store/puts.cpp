@@ -51,8 +51,8 @@ StoreImpl::Begun StoreImpl::begin_put(const Task& task) {
   stow->left = offers.size();
   const std::shared_ptr<StoreImpl> self = shared_from_this();
   for (Offer& one : offers) {
-    WriteRequest request{in_tier(one.tier, piece), image,     bytes, job.deadline, cancelled_by(task.job), {},
-                         std::move(one.admitted),  job.tenant};
+    WriteRequest request{in_tier(one.tier, piece), image,      bytes,     job.deadline, cancelled_by(task.job), {},
+                         std::move(one.admitted),  job.tenant, job.more()};
     if (&one == &offers.back()) image = nullptr;  // who sees the put done can have the memory
     request.done = [self, stow](Outcome outcome) { self->wrote(stow, outcome); };
     tiers_[one.tier]->write(std::move(request));

@@ -69,6 +69,7 @@ struct ReadRequest {
   Clock::time_point deadline;
   Cancelled cancelled;
   std::function<void(ReadResult)> done;  ///< called once, from any thread, perhaps before read() returns
+  bool more = false;                     ///< others of the same job follow at once: a tier may wait a moment for them
 };
 struct WriteRequest {
   PieceId id;
@@ -79,6 +80,7 @@ struct WriteRequest {
   std::function<void(Outcome)> done;  ///< as above; the tier has let go of `image` unless it keeps it
   Admitted admitted;                  ///< by this tier, which says where it is written()
   TenantName tenant;
+  bool more = false;  ///< as above
 
   /// The last thing a tier does with it: nothing is held any more when `done` is told.
   void finish(Outcome outcome) {

@@ -181,6 +181,7 @@ StoreImpl::Begun StoreImpl::begin(const Task& task) {
     return Begun::kYes;
   }
   try {
+    if (!task.starved) ++job.begun;
     if (!job.device().on_host()) pin_tiers(job.device());
     if (is_put(job.verb)) return begin_put(task);
     auto fetch = std::make_shared<Fetch>();

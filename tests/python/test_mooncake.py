@@ -255,7 +255,7 @@ def test_a_master_that_hangs_and_one_that_starts_anew(own):
     assert ticks.worst < 1
     # After one failure it is asked whether anybody is there, which Mooncake's own client tries for seconds.
     assert ticks.seconds < 1
-    assert "find(): ConnectionRefusedError" in engine.detail or "read(): ConnectionRefusedError" in engine.detail
+    assert "find(): ConnectionRefusedError" in engine.trouble or "read(): ConnectionRefusedError" in engine.trouble
     own.start_master()
     own.wait_for_segments(2)
     # It knows nothing of what was there.
@@ -278,7 +278,7 @@ def test_connecting_keeps_no_thread_of_pythons_waiting(tmp_path, what):
             assert engine.find(["a"], time.monotonic() + 0.2) == [("broken", -1)]
         assert ticks.worst < 1
         assert ticks.seconds < TIMEOUT + 2
-        assert "find(): " in engine.detail
+        assert "find(): " in engine.trouble
 
 
 def test_large_transfers_keep_no_thread_of_pythons_waiting(own):

@@ -105,24 +105,24 @@ def returns(value):
 
 
 @pytest.mark.parametrize(
-    ("returned", "answers", "detail"),
+    ("returned", "answers", "trouble"),
     [
-        ([("ok", 5), ("full", -1)], [("ok", 5), ("full", -1)], "here"),
-        (iter([("late", -1), ("denied", -1)]), [("late", -1), ("denied", -1)], "here"),
-        ([("ok", 5)], [("broken", -1)] * 2, "here, find(): 1 answers for 2 items"),
-        ([("ok", 5)] * 3, [("broken", -1)] * 2, "here, find(): 3 answers for 2 items"),
-        (None, [("broken", -1)] * 2, "here, find(): TypeError: 'NoneType' object is not iterable"),
-        ([("ok", 5), ("OK", 5)], [("ok", 5), ("broken", -1)], "here, find(): no answer: 'OK'"),
-        ([("ok", 5), (7, 5)], [("ok", 5), ("broken", -1)], "here, find(): no answer: 7"),
-        ([("ok", 5), ("ok", "x")], [("ok", 5), ("broken", -1)], "here, find(): not what it should return"),
-        ([("ok", 5), ("ok", 1 << 70)], [("ok", 5), ("broken", -1)], "here, find(): not what it should return"),
-        ([("ok", 5), "ok"], [("ok", 5), ("broken", -1)], "here, find(): no answer: 'o'"),
+        ([("ok", 5), ("full", -1)], [("ok", 5), ("full", -1)], ""),
+        (iter([("late", -1), ("denied", -1)]), [("late", -1), ("denied", -1)], ""),
+        ([("ok", 5)], [("broken", -1)] * 2, "find(): 1 answers for 2 items"),
+        ([("ok", 5)] * 3, [("broken", -1)] * 2, "find(): 3 answers for 2 items"),
+        (None, [("broken", -1)] * 2, "find(): TypeError: 'NoneType' object is not iterable"),
+        ([("ok", 5), ("OK", 5)], [("ok", 5), ("broken", -1)], "find(): no answer: 'OK'"),
+        ([("ok", 5), (7, 5)], [("ok", 5), ("broken", -1)], "find(): no answer: 7"),
+        ([("ok", 5), ("ok", "x")], [("ok", 5), ("broken", -1)], "find(): not what it should return"),
+        ([("ok", 5), ("ok", 1 << 70)], [("ok", 5), ("broken", -1)], "find(): not what it should return"),
+        ([("ok", 5), "ok"], [("ok", 5), ("broken", -1)], "find(): no answer: 'o'"),
     ],
 )
-def test_wrong_answers_are_broken(returned, answers, detail):
+def test_wrong_answers_are_broken(returned, answers, trouble):
     engine = _core.Engine(with_method("find", returns(returned)))
     assert engine.find(["a", "b"], soon()) == answers
-    assert engine.detail == detail
+    assert (engine.detail, engine.trouble) == ("here", trouble)
 
 
 @pytest.mark.parametrize("verb", ["find", "read", "write", "remove", "list", "memory"])
@@ -138,14 +138,14 @@ def test_exceptions_are_broken_and_told(verb):
     }
     expected = {"find": [("broken", -1)], "read": [("broken", -1)], "list": ("broken", []), "memory": None}
     assert calls[verb]() == expected.get(verb, ["broken"])
-    said = engine.detail.removeprefix(f"here, {verb}(): ")
+    said = engine.trouble.removeprefix(f"{verb}(): ")
     assert said.startswith("ValueError: two lines ää")
     assert len(said.encode()) <= 200
     # The next call that works clears it.
-    assert engine.detail.isprintable()
+    assert engine.trouble.isprintable()
     if verb != "remove":
         assert engine.remove(["a"], soon()) == ["ok"]
-        assert engine.detail == "here"
+        assert engine.trouble == ""
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), MemoryError(), StopIteration()])
@@ -155,7 +155,7 @@ def test_no_exception_ends_a_thread(error):
 
     engine = _core.Engine(with_method("find", raising))
     assert engine.find(["a"], soon()) == [("broken", -1)]
-    assert type(error).__name__ in engine.detail
+    assert type(error).__name__ in engine.trouble
 
 
 def test_an_exception_whose_text_raises():
@@ -168,7 +168,7 @@ def test_an_exception_whose_text_raises():
 
     engine = _core.Engine(with_method("find", raising))
     assert engine.find(["a"], soon()) == [("broken", -1)]
-    assert engine.detail == "here, find(): Nasty"
+    assert engine.trouble == "find(): Nasty"
 
 
 def test_nothing_is_asked_too_late():

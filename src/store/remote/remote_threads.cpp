@@ -13,7 +13,8 @@
 namespace kvstride::store {
 namespace {
 
-constexpr std::int64_t kBatchBytes = 64 << 20;  ///< of one call; a longer item goes alone
+constexpr std::int64_t kBatchBytes = 64 << 20;            ///< of one call; a longer item goes alone
+constexpr auto kTogether = std::chrono::milliseconds(1);  ///< for the rest of a job's chunks
 constexpr auto kPatience = std::chrono::milliseconds(500);
 constexpr auto kMarkTime = std::chrono::seconds(2);
 
@@ -112,8 +113,8 @@ void RemoteThreads::read(ReadRequest request) {
     operation.name = spaces_.name(operation.request.id);
     const std::lock_guard lock(mutex_);
     if (!stop_ && reads_.size() + writes_.size() < options_.queue_chunks) {
-      reads_.ready.push_back(std::move(operation));
-      work_.notify_one();
+      const bool more = operation.request.more;
+      add(reads_, std::move(operation), more);
       return;
     }
   }
@@ -134,13 +135,28 @@ void RemoteThreads::write(WriteRequest request) {
     const bool room = write_bytes_ == 0 || write_bytes_ + operation.request.bytes <= options_.queue_bytes;
     if (!stop_ && room && reads_.size() + writes_.size() < options_.queue_chunks) {
       write_bytes_ += operation.request.bytes;
-      writes_.ready.push_back(std::move(operation));
-      work_.notify_one();
+      const bool more = operation.request.more;
+      add(writes_, std::move(operation), more);
       return;
     }
   }
   counters_.add(why);
   operation.request.finish(Outcome::kRefused);
+}
+
+/// One call for a job's chunks, which come one by one, rather than one for the first and one for the rest. The lock
+/// must be held.
+template <typename Operation>
+void RemoteThreads::add(Queue<Operation>& queue, Operation operation, bool more) {
+  const bool first = queue.ready.empty();
+  queue.ready.push_back(std::move(operation));
+  const bool enough = !more || queue.ready.size() >= engine_->batch();
+  if (enough) {
+    queue.begin = {};
+  } else if (first) {
+    queue.begin = Clock::now() + kTogether;
+  }
+  if (enough || first) work_.notify_one();
 }
 
 void RemoteThreads::remove(std::uint32_t space, const Key& key) {
@@ -154,7 +170,7 @@ Clock::time_point RemoteThreads::limit_of(Clock::time_point deadline) const {
   return std::min(deadline, Clock::now() + std::chrono::duration_cast<Clock::duration>(options_.timeout));
 }
 
-/// A share of what waits, so that the other threads have something too. The lock must be held.
+/// A share of what waits, so that the other `threads` that have nothing to do get something too. The lock must be held.
 template <typename Operation, typename Bytes>
 static std::vector<Operation> take_some(std::deque<Operation>& from, std::size_t threads, std::size_t most,
                                         const Bytes& bytes_of) {
@@ -171,11 +187,11 @@ static std::vector<Operation> take_some(std::deque<Operation>& from, std::size_t
 }
 
 std::vector<RemoteThreads::Read> RemoteThreads::take_reads() {
-  return take_some(reads_.ready, busy_.size(), engine_->batch(), [](const Read& one) { return one.bytes; });
+  return take_some(reads_.ready, busy_.size() - calling_, engine_->batch(), [](const Read& one) { return one.bytes; });
 }
 std::vector<RemoteThreads::Write> RemoteThreads::take_writes() {
   // One thread is left for reads, and does not share them.
-  const std::size_t writers = std::max<std::size_t>(busy_.size(), 2) - 1;
+  const std::size_t writers = std::max<std::size_t>(busy_.size() - calling_, 2) - 1;
   return take_some(writes_.ready, writers, engine_->batch(), [](const Write& one) { return one.request.bytes; });
 }
 
@@ -188,6 +204,9 @@ void RemoteThreads::run(std::size_t number) {
       queue.later.erase(queue.later.begin());
     }
   };
+  const auto ready = [](const auto& queue, Clock::time_point now) {
+    return !queue.ready.empty() && now >= queue.begin;
+  };
   while (true) {
     const Clock::time_point now = Clock::now();
     due(reads_, now);
@@ -196,9 +215,9 @@ void RemoteThreads::run(std::size_t number) {
     std::vector<Read> reads;
     std::vector<Write> writes;
     try {
-      if (!reads_.ready.empty()) {
+      if (ready(reads_, now)) {
         reads = take_reads();
-      } else if (!writes_.ready.empty() && may_write) {
+      } else if (may_write && ready(writes_, now)) {
         writes = take_writes();
       }
     } catch (...) {  // no memory: what is under way gives some back
@@ -210,11 +229,15 @@ void RemoteThreads::run(std::size_t number) {
       Clock::time_point until = Clock::time_point::max();
       if (!reads_.later.empty()) until = reads_.later.begin()->first;
       if (!writes_.later.empty()) until = std::min(until, writes_.later.begin()->first);
+      if (!reads_.ready.empty()) until = std::min(until, reads_.begin);
+      if (!writes_.ready.empty() && may_write) until = std::min(until, writes_.begin);
       until == Clock::time_point::max() ? work_.wait(lock) : static_cast<void>(work_.wait_until(lock, until));
       continue;
     }
     const bool writing = !writes.empty();
+    ++calling_;
     writers_ += writing ? 1 : 0;
+    if (!reads_.ready.empty() || !writes_.ready.empty()) work_.notify_one();
     lock.unlock();
     Clock::time_point deadline = now;
     for (const Read& one : reads) deadline = std::max(deadline, one.request.deadline);
@@ -224,6 +247,7 @@ void RemoteThreads::run(std::size_t number) {
     writing ? write_batch(std::move(writes), limit) : read_batch(std::move(reads), limit);
     busy_[number]->until = 0;
     lock.lock();
+    --calling_;
     writers_ -= writing ? 1 : 0;
     if (writing) work_.notify_one();
   }

@@ -72,6 +72,7 @@ class RemoteThreads : public std::enable_shared_from_this<RemoteThreads> {
   struct Queue {
     std::deque<Operation> ready;
     std::multimap<Clock::time_point, Operation> later;  ///< they failed, and are tried again then
+    Clock::time_point begin;                            ///< until then more are expected in `ready`
     std::size_t size() const { return ready.size() + later.size(); }
   };
   struct Question {
@@ -100,6 +101,8 @@ class RemoteThreads : public std::enable_shared_from_this<RemoteThreads> {
   void settle(Write&& operation, Answer answer) noexcept;
   /// Ends what shall not be attempted any more; whether it did.
   template <typename Operation>
+  void add(Queue<Operation>& queue, Operation operation, bool more);
+  template <typename Operation>
   bool drop(Operation& operation, Clock::time_point now);
   template <typename Operation>
   bool again(Operation& operation, Queue<Operation>& queue, Answer answer);
@@ -120,7 +123,8 @@ class RemoteThreads : public std::enable_shared_from_this<RemoteThreads> {
   Queue<Read> reads_;
   Queue<Write> writes_;
   std::int64_t write_bytes_ = 0;  ///< of writes that wait or are under way
-  std::size_t writers_ = 0;       ///< threads that write now
+  std::size_t calling_ = 0;       ///< threads that read or write now
+  std::size_t writers_ = 0;       ///< of these, those that write
   std::deque<std::pair<std::uint32_t, Key>> removals_;
   std::deque<std::shared_ptr<Question>> asked_;
   std::optional<Clock::time_point> answer_until_;  ///< when the question in hand is overdue

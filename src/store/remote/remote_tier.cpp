@@ -73,6 +73,7 @@ class RemoteTier final : public Tier {
     out.tier = kind();
     out.detail = remote_->engine_->detail();
     if (const std::string pinned = remote_->pinning_.detail(); !pinned.empty()) out.detail += ", " + pinned;
+    if (const std::string last = remote_->engine_->trouble(); !last.empty()) out.detail += ", " + last;
     if (remote_->sick()) out.detail += ": it does not answer, or refuses, and is left alone for a while";
     out.chunks = static_cast<std::int64_t>(remote_->known_.size());
     remote_->counters_.fill(out);
