@@ -161,7 +161,7 @@ class Fleet:
         status, log, told = run(self._work, job, self._network.inside(host), there.environment if there else {})
         if status != 0 or told is None:
             raise SystemExit(f"the engine on {host} ended with {status}:\n{log[-3000:]}")
-        return told["answers"][len(self._warm) :]  # type: ignore[no-any-return]
+        return told["answers"][len(self._warm) :]
 
     def row(self, name: str, answers: list[dict[str, Any]], like: list[dict[str, Any]], **must: Any) -> None:
         """Compare and print. `must`: `from_store`, the least and the most tokens that were not computed; `also`;
@@ -225,10 +225,11 @@ def are_of(answers: list[dict[str, Any]], writer: list[dict[str, Any]]) -> bool:
 
 def missing(kinds: list[str]) -> list[str]:
     """What this machine lacks."""
+    programs = [] if shutil.which("ip") else ["ip"]
+    programs += ["redis-server"] if "redis" in kinds and redis.program() is None else []
+    programs += swift.missing() if "s3" in kinds else []
     out = [] if os.geteuid() == 0 else ["root, for network namespaces"]
-    out += [] if shutil.which("ip") else ["the program ip"]
-    out += ["redis-server"] if "redis" in kinds and redis.program() is None else []
-    out += swift.missing() if "s3" in kinds else []
+    out += [f"{', '.join(programs)} (apt-packages-servers.txt)"] if programs else []
     no_package = "mooncake" in kinds and mooncake.package() is None
     return out + (["the Python package mooncake-transfer-engine-non-cuda"] if no_package else [])
 
@@ -256,7 +257,7 @@ def main() -> int:
 def outside(kinds: list[str]) -> int:
     """Makes the network, starts this program again among the servers, and leaves nothing behind, however that ends."""
     if lacking := missing(kinds):
-        print(f"fleet: missing: {', '.join(lacking)} (apt-packages-servers.txt)", file=sys.stderr)
+        print(f"fleet: missing: {'; '.join(lacking)}", file=sys.stderr)
         return 2
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
