@@ -193,7 +193,7 @@ class Fleet:
             with remote(kind, self._work / kind) as there:
                 cold = self.engine("alpha", 1, there, [*first, *second])
                 self.row(f"{kind}: alpha writes", cold[:num], plain[:num], from_store=(0, 0))
-                self.row(f"{kind}: and more", cold[num:], plain[num:], from_store=(0, 0))
+                self.row(f"{kind}: alpha writes more", cold[num:], plain[num:], from_store=(0, 0))
                 killing = {"signal": [there.signal], "after": AFTER}
                 two = self.engine("beta", 2, there, [*first, killing, *second])
                 right = are_of(two[:num], cold[:num])
