@@ -72,6 +72,10 @@ build/.apt: apt-packages.txt scripts/apt.sh
 	@scripts/apt.sh
 	mkdir -p build && touch $@
 
+build/.apt-servers: apt-packages-servers.txt scripts/apt.sh
+	@scripts/apt.sh apt-packages-servers.txt
+	mkdir -p build && touch $@
+
 $(DEV)/.tools: pyproject.toml | build/.apt
 	@echo "== tools into .venv"
 	$(PYTHON) -m venv $(DEV)
@@ -223,10 +227,16 @@ fuzz: build-fuzz ## Each libFuzzer target for FUZZ_SECONDS (60), one on each cor
 
 # --- The rest -------------------------------------------------------------------------------------------------------
 
-.PHONY: demo bench bench-vllm lint format wheel clean
+.PHONY: demo demo-fleet as-root bench bench-vllm lint format wheel clean
 demo: $(ENGINE)/.kvstride ## A live vLLM: its KV cache through a dozen layouts; offloading, killed, restarted, damaged
 	@$(ENGINE)/bin/python examples/python/demo.py
 	$(ENGINE)/bin/python -W ignore examples/vllm/demo.py --chart build/offload.svg
+
+demo-fleet: as-root build/.apt-servers $(ENGINE)/.kvstride $(ENGINE)/.mooncake-$(MOONCAKE_RELEASE) ## Live vLLMs in two network namespaces share prompts through Redis, S3 and Mooncake, and a node of each is killed (root)
+	@$(ENGINE)/bin/python examples/vllm/fleet.py
+
+as-root:
+	@((EUID == 0)) || { echo "make demo-fleet makes network namespaces: run it as root"; exit 1; }
 
 # Beside vLLM and torch where `make test` has installed them.
 BENCH_ENV := $(if $(wildcard $(ENGINE)/.vllm-$(VLLM_RELEASE)),$(ENGINE),$(DEV))

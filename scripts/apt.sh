@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Installs the packages of apt-packages.txt that this machine lacks, as root or with sudo; else it says which they are.
+# Installs the packages of a list, apt-packages.txt if none is named, that this machine lacks, as root or with sudo;
+# else it says which they are.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-mapfile -t wanted < <(sed 's/#.*//; s/[[:space:]]//g; /^$/d' apt-packages.txt)
+mapfile -t wanted < <(sed 's/#.*//; s/[[:space:]]//g; /^$/d' "${1:-apt-packages.txt}")
 missing=()
 for package in "${wanted[@]}"; do
   state=$(dpkg-query --show --showformat='${db:Status-Status}' "$package" 2>/dev/null || true)

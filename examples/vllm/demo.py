@@ -42,9 +42,9 @@ class Row:
     ok: bool
 
 
-def prompts() -> list[list[int]]:
+def prompts(seed: int = 1) -> list[list[int]]:
     """Random tokens, so that no two prompts have a prefix in common."""
-    rng = random.Random(1)
+    rng = random.Random(seed)
     return [[rng.randrange(10, 1000) for _ in range(length)] for length in LENGTHS]
 
 

@@ -6,18 +6,20 @@
 JOB: `model` (a directory, see write_model), `tp`, `llm` (arguments of LLM), `extra` (kv_connector_extra_config, absent:
 no connector), `connector`, `module` (that brings it, if vLLM does not), `events` (tell KV events), `steps`.
 A step is one of {"prompt": [ids], "tokens": n, "salt": text, "adapter": directory, "digest": bool}; {"together": [such
-prompts]}, served at once; {"remove": file}; {"signal": [process]}, which is killed; {"spoil": {"how": …, "layers": …,
-"heads": …}}, see spoil; "reset"; "settle"; "kill".
+prompts]}, served at once; {"remove": file}; {"signal": [process], "after": seconds}, which is killed then, or at once
+(below 0: its group); {"spoil": {"how": …, "layers": …, "heads": …}}, see spoil; "reset"; "settle"; "kill".
 ANSWER: what each prompt gave, in the order asked, the metrics at the end, and the events.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -274,6 +276,10 @@ class Engine:
         for _ in range(4):
             self.llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
             time.sleep(0.1)
+        if "kvstride" in sys.modules:  # what goes to a remote engine does so behind vLLM's back
+            store = sys.modules["kvstride"].Store
+            for one in [one for one in gc.get_objects() if type(one) is store]:
+                one.flush()
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges of vLLM by name and labels, and what kvstride counts in this process."""
@@ -311,13 +317,22 @@ def main() -> None:
         elif "spoil" in step:
             spoil(**step["spoil"])
         elif "signal" in step:
-            for process in step["signal"]:
-                os.kill(process, signal.SIGKILL)
+            kill(step["signal"], step.get("after", 0.0))
         elif "remove" in step:
             Path(step["remove"]).unlink()
         else:
             engine.serve(step.get("together", [step]))
     tell(engine)
+
+
+def kill(processes: list[int], seconds: float) -> None:
+    """At once, or while this process goes on."""
+
+    def now() -> None:
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
+
+    threading.Timer(seconds, now).start() if seconds else now()
 
 
 def tell(engine: Engine) -> None:

@@ -91,16 +91,22 @@ def listens(host: str, port: int) -> bool:
 
 
 class Swift:
-    """The servers on `host`, while the context lasts. Processes by kind are in `processes`, objects below `disks`."""
+    """The servers on `host`, while the context lasts. Processes by kind are in `processes`, objects below `disks`.
+
+    With `copies` above 1 there are as many object servers, `object`, `object2` and so on, each with a disk of its own,
+    and every object is on all of them.
+    """
 
     bucket = "kvstride"
 
-    def __init__(self, workers: int = 0, host: str = "127.0.0.1") -> None:
+    def __init__(self, workers: int = 0, host: str = "127.0.0.1", copies: int = 1) -> None:
         self.root = pathlib.Path(tempfile.mkdtemp(prefix="kvstride-swift-"))
         self.disks = self.root / "disks"
         self.workers = workers
         self.host = host
-        names = ["account", "container", "object", "proxy", "memcached"]
+        self.objects = ["object", *(f"object{number}" for number in range(2, copies + 1))]
+        self.servers = ["account", "container", *self.objects, "proxy"]
+        names = [*self.servers, "memcached"]
         self.ports = dict(zip(names, free_ports(len(names), host), strict=True))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.endpoint = f"http://{host}:{self.ports['proxy']}"
@@ -112,7 +118,7 @@ class Swift:
                 "memcached",
                 ["memcached", "-l", self.host, "-p", str(self.ports["memcached"]), "-u", getpass.getuser()],
             )
-            for kind in ("account", "container", "object", "proxy"):
+            for kind in self.servers:
                 self.start(kind)
             self._await_ports()
             self._make_bucket()
@@ -145,7 +151,7 @@ class Swift:
 
     def start(self, kind: str) -> None:
         """A server that does not run."""
-        self._spawn(kind, [f"swift-{kind}-server", str(self.root / f"{kind}.conf")])
+        self._spawn(kind, [f"swift-{kind.rstrip('0123456789')}-server", str(self.root / f"{kind}.conf")])
 
     def kill(self, kind: str) -> None:
         """With -9, and its children."""
@@ -154,27 +160,30 @@ class Swift:
         process.wait()
 
     def _configure(self) -> None:
-        (self.disks / "d1").mkdir(parents=True)
         (self.root / "swift.conf").write_text("[swift-hash]\nswift_hash_path_suffix = test\n")
-        for kind in ("account", "container", "object"):
+        for kind, servers in (("account", ["account"]), ("container", ["container"]), ("object", self.objects)):
             builder = str(self.root / f"{kind}.builder")
-            device = f"r1z1-{self.host}:{self.ports[kind]}/d1"
-            for arguments in (["create", "4", "1", "0"], ["add", device, "100"], ["rebalance"]):
+            commands = [["create", "4", str(len(servers)), "0"]]
+            for number, server in enumerate(servers, 1):
+                (self.disks / f"d{number}").mkdir(parents=True, exist_ok=True)
+                commands.append(["add", f"r1z{number}-{self.host}:{self.ports[server]}/d{number}", "100"])
+            for arguments in (*commands, ["rebalance"]):
                 subprocess.run(["swift-ring-builder", builder, *arguments], check=True, stdout=subprocess.DEVNULL)
-        for kind in ("account", "container", "object", "proxy"):
+        for server in self.servers:
+            kind = server.rstrip("0123456789")
             text = (PROXY if kind == "proxy" else SERVER).format(
-                root=self.root, kind=kind, host=self.host, **self.ports
+                root=self.root, kind=kind, host=self.host, memcached=self.ports["memcached"]
             )
             common = {
                 "swift_dir": self.root,
                 "user": getpass.getuser(),
                 "bind_ip": self.host,
-                "bind_port": self.ports[kind],
+                "bind_port": self.ports[server],
                 "workers": self.workers if kind in ("object", "proxy") else 0,
                 "log_level": "ERROR",
             }
             lines = "".join(f"{name} = {value}\n" for name, value in common.items())
-            (self.root / f"{kind}.conf").write_text(text.replace("[DEFAULT]\n", "[DEFAULT]\n" + lines))
+            (self.root / f"{server}.conf").write_text(text.replace("[DEFAULT]\n", "[DEFAULT]\n" + lines))
 
     def _spawn(self, kind: str, command: list[str]) -> None:
         with (self.root / f"{kind}.log").open("ab") as log:
