@@ -186,6 +186,10 @@ TEST(RemoteTier, FailuresAreTriedAgainAndThenAreMisses) {
   EXPECT_EQ(counter(tier, "retries"), 4U);
   failures = 0;
   EXPECT_EQ(reader.get({1}), all(Outcome::kOk, 1)) << "and it is not forgotten";
+  failures = 1;
+  engine->latency_us = 600'000;
+  EXPECT_EQ(reader.get({1}), all(Outcome::kIoError, 1)) << "somebody waits for it: one slow failure is enough";
+  EXPECT_EQ(counter(tier, "retries"), 4U);
 }
 
 TEST(RemoteTier, ASickEngineIsAMissAtOnceUntilItIsWell) {

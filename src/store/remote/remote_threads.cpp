@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <random>
 #include <system_error>
+#include <type_traits>
 
 #include "kvstride/error.h"
 
@@ -436,12 +437,15 @@ void RemoteThreads::tripped() {
 }
 
 /// Whether it is tried again: everything that a tier asks may be asked twice, but what was late would only make it
-/// worse.
+/// worse, and a read that took its time to fail is a miss that somebody waits for. (Mooncake's client asks a dead node
+/// for a second.)
 template <typename Operation>
 bool RemoteThreads::again(Operation& operation, Queue<Operation>& queue, Answer answer) {
   if (answer != Answer::kBroken || operation.attempts >= options_.retries || breaker_.open()) return false;
-  const Clock::time_point when = Clock::now() + pause_after(operation.attempts);
+  const Clock::time_point now = Clock::now();
+  const Clock::time_point when = now + pause_after(operation.attempts);
   if (when >= operation.request.deadline) return false;
+  if (std::is_same_v<Operation, Read> && now - operation.begun > kPatience) return false;
   ++operation.attempts;
   counters_.add(Count::kRetries);
   const std::lock_guard lock(mutex_);
