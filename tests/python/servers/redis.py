@@ -140,7 +140,8 @@ class Redis:
         """A server that does not run, on its port and with what it had written down (a cluster's nodes.conf)."""
         folder = self.root / str(number)
         folder.mkdir(exist_ok=True)
-        flags = {"bind": self.host, "port": str(self.ports[number]), "dir": str(folder), "save": "", **self.options}
+        flags = {"bind": self.host, "port": str(self.ports[number]), "dir": str(folder), "save": ""}
+        flags |= {"protected-mode": "yes" if self.host.startswith("127.") else "no", **self.options}
         if self.cluster:
             flags |= {"cluster-enabled": "yes", "cluster-node-timeout": "1000"}
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]

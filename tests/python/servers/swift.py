@@ -22,11 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
 KEY_ID, SECRET = "test:tester", "testing"
+LIMITED = "test:fleet"  #: a user who may what change_bucket() says
 PROGRAMS = [f"swift-{kind}-server" for kind in ("account", "container", "object", "proxy")]
 
 SERVER = """\
@@ -59,6 +59,7 @@ location = us-east-1
 [filter:tempauth]
 use = egg:swift#tempauth
 user_test_tester = testing .admin
+user_test_fleet = {password}
 [filter:copy]
 use = egg:swift#copy
 [filter:slo]
@@ -91,16 +92,21 @@ def listens(host: str, port: int) -> bool:
 
 
 class Swift:
-    """The servers on `host`, while the context lasts. Processes by kind are in `processes`, objects below `disks`."""
+    """The servers on `host`, while the context lasts. Processes by kind are in `processes`, objects below `disks`.
+
+    `disk_bytes`: of a file system of their own, in memory (needs root).
+    """
 
     bucket = "kvstride"
 
-    def __init__(self, workers: int = 0, host: str = "127.0.0.1") -> None:
+    def __init__(self, workers: int = 0, host: str = "127.0.0.1", disk_bytes: int = 0) -> None:
         self.root = pathlib.Path(tempfile.mkdtemp(prefix="kvstride-swift-"))
         self.disks = self.root / "disks"
         self.workers = workers
         self.host = host
-        names = ["account", "container", "object", "proxy", "memcached"]
+        self.disk_bytes = disk_bytes
+        self.password = "fleet"
+        names = ["memcached", "account", "container", "object", "proxy"]
         self.ports = dict(zip(names, free_ports(len(names), host), strict=True))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.endpoint = f"http://{host}:{self.ports['proxy']}"
@@ -108,13 +114,9 @@ class Swift:
     def __enter__(self) -> Swift:
         try:
             self._configure()
-            self._spawn(
-                "memcached",
-                ["memcached", "-l", self.host, "-p", str(self.ports["memcached"]), "-u", getpass.getuser()],
-            )
-            for kind in ("account", "container", "object", "proxy"):
+            for kind in self.ports:
                 self.start(kind)
-            self._await_ports()
+            self.await_ports()
             self._make_bucket()
         except BaseException:
             self.__exit__()
@@ -126,6 +128,8 @@ class Swift:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        if self.disk_bytes:
+            subprocess.run(["umount", "--lazy", self.disks], check=False, stderr=subprocess.DEVNULL)
         shutil.rmtree(self.root, ignore_errors=True)
 
     @property
@@ -145,7 +149,10 @@ class Swift:
 
     def start(self, kind: str) -> None:
         """A server that does not run."""
-        self._spawn(kind, [f"swift-{kind}-server", str(self.root / f"{kind}.conf")])
+        command = [f"swift-{kind}-server", str(self.root / f"{kind}.conf")]
+        if kind == "memcached":
+            command = [kind, "-l", self.host, "-p", str(self.ports[kind]), "-u", getpass.getuser()]
+        self._spawn(kind, command)
 
     def kill(self, kind: str) -> None:
         """With -9, and its children."""
@@ -153,8 +160,25 @@ class Swift:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
+    def change_bucket(self, read: bool, write: bool) -> None:
+        """What the limited user may do with it, and nobody else but its owner."""
+        acl = {"X-Container-Read": LIMITED if read else "", "X-Container-Write": LIMITED if write else ""}
+        self._ask_for_bucket("POST", acl)
+
+    def change_password(self, password: str) -> None:
+        """Of the limited user: the proxy starts anew."""
+        self.kill("proxy")
+        self.password = password
+        self._write_conf("proxy")
+        self.start("proxy")
+        self.await_ports()
+
     def _configure(self) -> None:
-        (self.disks / "d1").mkdir(parents=True)
+        self.disks.mkdir()
+        if self.disk_bytes:
+            options = ["-t", "tmpfs", "-o", f"size={self.disk_bytes}", "kvstride"]
+            subprocess.run(["mount", *options, self.disks], check=True)
+        (self.disks / "d1").mkdir()
         (self.root / "swift.conf").write_text("[swift-hash]\nswift_hash_path_suffix = test\n")
         for kind in ("account", "container", "object"):
             builder = str(self.root / f"{kind}.builder")
@@ -162,19 +186,22 @@ class Swift:
             for arguments in (["create", "4", "1", "0"], ["add", device, "100"], ["rebalance"]):
                 subprocess.run(["swift-ring-builder", builder, *arguments], check=True, stdout=subprocess.DEVNULL)
         for kind in ("account", "container", "object", "proxy"):
-            text = (PROXY if kind == "proxy" else SERVER).format(
-                root=self.root, kind=kind, host=self.host, **self.ports
-            )
-            common = {
-                "swift_dir": self.root,
-                "user": getpass.getuser(),
-                "bind_ip": self.host,
-                "bind_port": self.ports[kind],
-                "workers": self.workers if kind in ("object", "proxy") else 0,
-                "log_level": "ERROR",
-            }
-            lines = "".join(f"{name} = {value}\n" for name, value in common.items())
-            (self.root / f"{kind}.conf").write_text(text.replace("[DEFAULT]\n", "[DEFAULT]\n" + lines))
+            self._write_conf(kind)
+
+    def _write_conf(self, kind: str) -> None:
+        text = (PROXY if kind == "proxy" else SERVER).format(
+            root=self.root, kind=kind, host=self.host, password=self.password, **self.ports
+        )
+        common = {
+            "swift_dir": self.root,
+            "user": getpass.getuser(),
+            "bind_ip": self.host,
+            "bind_port": self.ports[kind],
+            "workers": self.workers if kind in ("object", "proxy") else 0,
+            "log_level": "ERROR",
+        }
+        lines = "".join(f"{name} = {value}\n" for name, value in common.items())
+        (self.root / f"{kind}.conf").write_text(text.replace("[DEFAULT]\n", "[DEFAULT]\n" + lines))
 
     def _spawn(self, kind: str, command: list[str]) -> None:
         with (self.root / f"{kind}.log").open("ab") as log:
@@ -182,7 +209,7 @@ class Swift:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
 
-    def _await_ports(self, seconds: float = 60) -> None:
+    def await_ports(self, seconds: float = 60) -> None:
         """The proxy asks for none in vain: it would take it for broken."""
         limit = time.monotonic() + seconds
         for kind, port in self.ports.items():
@@ -192,23 +219,27 @@ class Swift:
                 time.sleep(0.1)
 
     def _make_bucket(self, seconds: float = 60) -> None:
-        """By Swift's own protocol, as soon as all servers answer."""
+        """As soon as all servers answer."""
         limit = time.monotonic() + seconds
         while True:
             try:
-                who = {"X-Auth-User": KEY_ID, "X-Auth-Key": SECRET}
-                ask = urllib.request.Request(f"{self.endpoint}/auth/v1.0", headers=who)
-                with urllib.request.urlopen(ask, timeout=10) as reply:
-                    token, place = reply.headers["X-Auth-Token"], reply.headers["X-Storage-Url"]
-                make = urllib.request.Request(f"{place}/{self.bucket}", method="PUT", headers={"X-Auth-Token": token})
-                urllib.request.urlopen(make, timeout=10).close()
-                return
-            except (urllib.error.URLError, OSError) as error:
+                return self._ask_for_bucket("PUT")
+            except OSError as error:
                 dead = [kind for kind, process in self.processes.items() if process.poll() is not None]
                 if dead or time.monotonic() > limit:
                     logs = "".join((self.root / f"{kind}.log").read_text()[-2000:] for kind in self.processes)
                     raise RuntimeError(f"Swift does not answer ({error}; ended: {dead})\n{logs}") from error
                 time.sleep(0.2)
+
+    def _ask_for_bucket(self, method: str, headers: dict[str, str] | None = None) -> None:
+        """By Swift's own protocol."""
+        who = {"X-Auth-User": KEY_ID, "X-Auth-Key": SECRET}
+        ask = urllib.request.Request(f"{self.endpoint}/auth/v1.0", headers=who)
+        with urllib.request.urlopen(ask, timeout=10) as reply:
+            headers = {"X-Auth-Token": reply.headers["X-Auth-Token"], **(headers or {})}
+            place = reply.headers["X-Storage-Url"]
+        change = urllib.request.Request(f"{place}/{self.bucket}", method=method, headers=headers)
+        urllib.request.urlopen(change, timeout=10).close()
 
 
 @contextlib.contextmanager
