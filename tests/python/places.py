@@ -87,6 +87,7 @@ class Processes(Place):
     denies = False
     #: Options for servers that hold little, so that there is an end to it.
     small: dict[str, object] = {}
+    proxied = 300_000  #: about how many bytes come through() a proxy until something of it matters
 
     @property
     def processes(self) -> list:
@@ -124,6 +125,8 @@ class Mooncake(Processes):
 
     kind = "mooncake"
     parts = ("node", "master")
+    small = {"lease_ms": 10_000}  # as masters have it by default; slow readers need it
+    proxied = 3_000
 
     def __init__(self, folder, host="127.0.0.1", **options):
         super().__init__(folder)

@@ -50,7 +50,7 @@ class Scene:
         except (OSError, RuntimeError) as error:
             assert not places.REQUIRED, error
             self.why_near = str(error)
-        small = places.PLACES[kind].small if os.geteuid() == 0 else {}
+        small = places.PLACES[kind].small if self.network else {}
         with self.inside():
             self.place = places.PLACES[kind](folder, self.network.host if self.network else "127.0.0.1", **small)
 
@@ -218,7 +218,11 @@ class Traffic:
     def __enter__(self):
         for fleet in self.fleets:
             fleet.start()
-        self.is_well()
+        try:
+            self.is_well()
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
         return self
 
     def __exit__(self, kind, *_):
@@ -320,10 +324,10 @@ def test_a_link_that_damages(scene, link):
 def test_a_peer_that_vanishes(scene, link):
     with Traffic(scene) as traffic:
         link.set(loss=1.0)
-        traffic.goes_on(2.0)
-        seen = traffic.goes_on(1.0)
+        traffic.goes_on(0.5)
+        eventually(lambda: traffic.goes_on(0.5)["refused_sick"] > 0)
+        seen = traffic.goes_on(0.5)
         assert not {"get_ok", "writes", "reads"} & set(seen), seen
-        assert seen["refused_sick"] > 0, "it is left alone"
         link.set()
         traffic.is_well()
 
@@ -336,7 +340,7 @@ def test_connections_that_are_half_open(scene, link):
         traffic.goes_on(0.2)
         for part in scene.place.parts:
             scene.kill(part)
-        for part in reversed(scene.place.parts):
+        for part in reversed(scene.place.parts):  # what others need first
             scene.start(part)
         assert traffic.goes_on(1.5)["timeouts"] > 0
         link.set()
@@ -358,14 +362,15 @@ def proxies(scene):
         scene.place.through(None)
 
 
-@pytest.mark.parametrize("fare", [{"cut": 500_000}, {"stall": 1}, {"flip": 300_000}, {"reorder": 10}], ids=lambda f: [*f][0])
+@pytest.mark.parametrize("fare", ["cut", "stall", "flip", "reorder"])
 @each()
 def test_a_proxy_in_between(scene, proxies, fare):
     address, made = proxies
+    often = 10 if fare == "reorder" else scene.place.proxied
     with Traffic(scene, address) as traffic:
         traffic.goes_on(0)
         for proxy in made:
-            proxy.set(**fare)
+            proxy.set(**{fare: often})
         seen = traffic.goes_on(3.0)
         for proxy in made:
             proxy.set()
@@ -381,15 +386,16 @@ def test_a_proxy_in_between(scene, proxies, fare):
 def test_killed_in_mid_read_and_mid_write(scene, part):
     with Traffic(scene) as traffic:
         scene.kill(part)
-        traffic.goes_on(1.0)
-        scene.start(part)
+        try:
+            traffic.goes_on(1.0)
+        finally:
+            scene.start(part)
         traffic.is_well()
 
 
 @each(full=True)
 def test_full(scene):
     with Traffic(scene) as traffic:
-        old = {fleet: fleet.mine[-8:] for fleet in traffic.fleets}
         scene.place.fill()
         try:
             traffic.goes_on(1.0)
@@ -398,7 +404,6 @@ def test_full(scene):
         finally:
             scene.place.free()
         traffic.is_well()
-        print(seen, old)
 
 
 @pytest.mark.parametrize("what", ["write", "all"])
@@ -411,7 +416,6 @@ def test_denied(scene, what):
             seen = traffic.goes_on(2.0)
         finally:
             scene.place.allow()
-        print(seen)
         assert "writes" not in seen
         assert seen["denied"] > 0 or seen["refused_sick"] > 0
         assert (seen["get_ok"] > 0) == (what == "write")

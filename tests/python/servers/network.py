@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import fcntl
 import heapq
-import json
 import os
 import random
 import select
@@ -26,6 +25,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+
+from .forwarder import Forwarder, options_said
 
 CLONE_NEWNET = 0x40000000
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
@@ -37,19 +38,18 @@ def _check(result: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-class Network:
-    """`host` is the far end, `near` this one. Raises OSError or RuntimeError where such a thing is not allowed."""
+class Network(Forwarder):
+    """`host` is the far end, `near` this one. Raises RuntimeError where such a thing is not allowed.
+
+    set() says how packets fare, both ways. `delay`: seconds. Shares of them: `loss` (1: nobody is there any more),
+    `twice`, `late` (20 ms after those that follow), `damage` (of full ones: bytes change places, and the checksum still
+    fits). At its end whatever still runs far away ends, too.
+    """
 
     def __init__(self, seed: int = 1) -> None:
-        command = [sys.executable, __file__, str(seed)]
-        self._forwarder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._forwarder.stdin is not None and self._forwarder.stdout is not None
-        said = self._forwarder.stdout.readline().split()
-        if len(said) != 2:
-            self._forwarder.wait()
-            raise RuntimeError("no network namespace with a TUN device can be made here")
-        self.near, self.host = said
-        self._namespace = os.open(f"/proc/{self._forwarder.pid}/ns/net", os.O_RDONLY)
+        super().__init__("servers.network", seed)
+        self.near, self.host = self.said
+        self._namespace = os.open(f"/proc/{self.process.pid}/ns/net", os.O_RDONLY)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -62,29 +62,10 @@ class Network:
             _check(_libc.setns(here, CLONE_NEWNET))
             os.close(here)
 
-    def set(self, **options: float) -> None:
-        """How packets fare from now on, both ways; without options as on a good link.
-
-        `delay`: seconds. Shares of them: `loss` (1: nobody is there any more), `twice`, `late` (20 ms after those that
-        follow), `damage` (of full ones: bytes change places, and the checksum still fits).
-        """
-        assert self._forwarder.stdin is not None and self._forwarder.stdout is not None
-        self._forwarder.stdin.write(json.dumps(options))
-        self._forwarder.stdin.flush()
-        self._forwarder.stdout.readline()
-
     def close(self) -> None:
-        """Whatever still runs far away ends, too."""
-        assert self._forwarder.stdin is not None
-        self._forwarder.stdin.close()
-        self._forwarder.wait()
-        os.close(self._namespace)
-
-    def __enter__(self) -> Network:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().close()
+        with contextlib.suppress(AttributeError):  # it has never run
+            os.close(self._namespace)
 
 
 def _device(name: str, address: str, peer: str) -> int:
@@ -116,11 +97,10 @@ def _forward(ends: tuple[int, int], dice: random.Random) -> None:
         pause = max(waiting[0][0] - time.monotonic(), 0) if waiting else None
         ready = select.select([0, *ends], [], [], pause)[0]
         if 0 in ready:
-            line = os.read(0, 4096)
-            if not line:
+            said = options_said()
+            if said is None:
                 return
-            fare = json.loads(line)
-            print(flush=True)
+            fare = said
         now = time.monotonic()
         for end, other in (ends, ends[::-1]):
             with contextlib.suppress(BlockingIOError):

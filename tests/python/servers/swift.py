@@ -53,6 +53,7 @@ use = egg:swift#catch_errors
 [filter:cache]
 use = egg:swift#memcache
 memcache_servers = {host}:{memcached}
+error_suppression_interval = 1
 [filter:s3api]
 use = egg:swift#s3api
 location = us-east-1
@@ -212,8 +213,8 @@ class Swift:
     def await_ports(self, seconds: float = 60) -> None:
         """The proxy asks for none in vain: it would take it for broken."""
         limit = time.monotonic() + seconds
-        for kind, port in self.ports.items():
-            while not listens(self.host, port):
+        for kind in self.processes:
+            while not listens(self.host, self.ports[kind]):
                 if self.processes[kind].poll() is not None or time.monotonic() > limit:
                     raise RuntimeError(f"{kind} does not listen\n{(self.root / f'{kind}.log').read_text()[-2000:]}")
                 time.sleep(0.1)
