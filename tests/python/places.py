@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import kvstride as kv
 from servers import mooncake, redis, swift
@@ -85,8 +86,9 @@ class Processes(Place):
     #: `limited` is an address for a user who may only what kvstride needs. deny() takes writing from him, or
     #: everything, allow() gives it back; after expire() his password is another, and after renew() he has a right one.
     denies = False
+    clocks = True  #: servers run with libfaketime
     #: Options for servers that hold little, so that there is an end to it.
-    small: dict[str, object] = {}
+    small: ClassVar[dict[str, object]] = {}
     proxied = 300_000  #: about how many bytes come through() a proxy until something of it matters
 
     @property
@@ -125,7 +127,7 @@ class Mooncake(Processes):
 
     kind = "mooncake"
     parts = ("node", "master")
-    small = {"lease_ms": 10_000}  # as masters have it by default; slow readers need it
+    small: ClassVar = {"lease_ms": 10_000}  # as masters have it by default; slow readers need it
     proxied = 3_000
 
     def __init__(self, folder, host="127.0.0.1", **options):
@@ -151,9 +153,13 @@ class Mooncake(Processes):
     def through(self, proxy):
         """Of the master alone: nodes tell where they are themselves."""
         servers = self._servers
-        return self.address.replace(
-            f"//{servers.host}:{servers.port}?", f"//127.0.0.1:{proxy(servers.host, servers.port)}?"
-        ) if proxy else self.address
+        return (
+            self.address.replace(
+                f"//{servers.host}:{servers.port}?", f"//127.0.0.1:{proxy(servers.host, servers.port)}?"
+            )
+            if proxy
+            else self.address
+        )
 
     def flip(self, space, at):
         assert self._servers.flip(f"{space.hex}/", at) > 0
@@ -167,10 +173,11 @@ class Redis(Processes):
 
     kind = "redis"
     cluster = False
+    clocks = False  # libfaketime clashes with its allocator
     parts = ("0",)
     full = True
     denies = True
-    small = {"maxmemory": "128mb", "maxmemory_policy": "allkeys-lru"}
+    small: ClassVar = {"maxmemory": "128mb", "maxmemory_policy": "allkeys-lru"}
 
     def __init__(self, folder, host="127.0.0.1", **options):
         self.servers = redis.Redis(cluster=self.cluster, host=host, **options)
@@ -256,7 +263,7 @@ class S3(Processes):
     parts = ("object", "container", "proxy", "account", "memcached")
     full = True
     denies = True
-    small = {"disk_bytes": 1 << 30}
+    small: ClassVar = {"disk_bytes": 1 << 30}
 
     def __init__(self, folder, host="127.0.0.1", **options):
         super().__init__(folder)
@@ -283,7 +290,11 @@ class S3(Processes):
     def through(self, proxy):
         servers = self._servers
         there = f"{servers.host}:{servers.ports['proxy']}"
-        return self.address.replace(there, f"127.0.0.1:{proxy(servers.host, servers.ports['proxy'])}") if proxy else self.address
+        return (
+            self.address.replace(there, f"127.0.0.1:{proxy(servers.host, servers.ports['proxy'])}")
+            if proxy
+            else self.address
+        )
 
     def fill(self):
         """The file system that objects are on."""
@@ -306,7 +317,9 @@ class S3(Processes):
     def renew(self):
         """By somebody who looks after this machine's credentials."""
         new = self._credentials.with_suffix(".new")
-        new.write_text(f"[fleet]\naws_access_key_id = {swift.LIMITED}\naws_secret_access_key = {self._servers.password}\n")
+        new.write_text(
+            f"[fleet]\naws_access_key_id = {swift.LIMITED}\naws_secret_access_key = {self._servers.password}\n"
+        )
         new.replace(self._credentials)
 
     def flip(self, space, at):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers, and between them and the stores everything that goes wrong: one contract, over each engine (places.py).
+"""Real servers, and between them and the stores all that goes wrong: one contract, over each engine (places.py).
 
-Two fleets of different models and layouts, one of them with tensor parallelism, put, get and look up on one engine while
-a fault comes and goes. What is `ok` has the right bytes, what is not is untouched; nobody waits beyond a deadline;
-what was counted is what happened; nothing is left under way; and soon after the fault all is well again.
+Two models' fleets with different layouts, one of them with tensor parallelism, put, get and look up on one engine
+while a fault comes and goes. What is `ok` has the right bytes, what is not is untouched; nobody waits beyond a
+deadline; what was counted is what happened; nothing is left under way; and soon after the fault all is well again.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import random
 import threading
 import time
 from collections import Counter, deque
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ import kvstride as kv
 import places
 from servers.network import Network
 from servers.proxy import Proxy
-from test_tiers import BLOCK, DIM, HEADER, HEADS, LAYERS, PAYLOAD, SPACE, block, cache, counters, eventually, poisoned
+from test_tiers import HEADER, HEADS, PAYLOAD, SPACE, block, cache, counters, eventually, poisoned
 
 IMAGE = HEADER + PAYLOAD
 STAGING = 16 * IMAGE
@@ -42,7 +43,7 @@ ENGINES = [
 class Scene:
     """An engine's servers, far away where this machine can make such a place."""
 
-    def __init__(self, kind, folder):
+    def __init__(self, kind, folder, **environment):
         self.why_near = None
         self.network = None
         try:
@@ -51,7 +52,9 @@ class Scene:
             assert not places.REQUIRED, error
             self.why_near = str(error)
         small = places.PLACES[kind].small if self.network else {}
-        with self.inside():
+        with self.inside(), pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
             self.place = places.PLACES[kind](folder, self.network.host if self.network else "127.0.0.1", **small)
 
     def inside(self):
@@ -237,6 +240,9 @@ class Traffic:
                 # Old chunks too: what is damaged is written anew by whoever has it.
                 last = fleet.mine[-24:][-CHUNKS:]
                 eventually(lambda fleet=fleet, last=last: {"ok"} == fleet.put(last) | fleet.get(last))
+        self.close()
+
+    def close(self):
         for fleet in self.fleets:
             fleet.store.close()
             fleet.tier.close()
@@ -400,9 +406,12 @@ def test_full(scene):
         try:
             traffic.goes_on(1.0)
             seen = traffic.goes_on(2.0)
-            assert seen["put_ok"] == seen["already_there"], seen
         finally:
             scene.place.free()
+        assert seen["put_ok"] == seen["already_there"], seen
+        # Swift does not say so: it is unavailable, and for a while its proxy leaves the disk alone, reads included.
+        assert seen["get_ok"] > 0 or seen["no_space"] == 0, seen
+        assert seen["no_space"] + seen["trips"] > 0, seen
         traffic.is_well()
 
 
@@ -416,9 +425,8 @@ def test_denied(scene, what):
             seen = traffic.goes_on(2.0)
         finally:
             scene.place.allow()
-        assert "writes" not in seen
-        assert seen["denied"] > 0 or seen["refused_sick"] > 0
-        assert (seen["get_ok"] > 0) == (what == "write")
+        assert seen["writes"] == 0 and seen["denied"] + seen["refused_sick"] > 0, seen
+        assert (seen["get_ok"] > 0) == (what == "write"), seen
         traffic.is_well()
 
 
@@ -434,3 +442,47 @@ def test_credentials_that_have_expired(scene):
             scene.place.renew()
         assert not {"get_ok", "writes", "reads"} & set(seen), seen
         traffic.is_well()
+
+
+@pytest.fixture
+def clocks(tmp_path):
+    """What servers' environment must hold so that their clocks go as many seconds wrong as the file says."""
+    library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+    if library is None:
+        assert not places.REQUIRED, "libfaketime is not installed"
+        pytest.skip("libfaketime is not installed")
+    file = tmp_path / "clock"
+    file.write_text("+0")
+    names = {"LD_PRELOAD": library, "FAKETIME_TIMESTAMP_FILE": file, "FAKETIME_CACHE_DURATION": 1}
+    return file, {name: str(value) for name, value in {**names, "FAKETIME_DONT_FAKE_MONOTONIC": 1}.items()}
+
+
+@pytest.mark.parametrize("kind", [name for name in ENGINES if places.PLACES[name].clocks])
+def test_clocks_that_are_wrong(kind, clocks, tmp_path):
+    file, environment = clocks
+    scene = Scene(kind, tmp_path, **environment)
+    try:
+        with Traffic(scene) as traffic:
+            for seconds in ("+3600", "-3600", "+0"):
+                file.write_text(seconds)
+                traffic.goes_on(1.5)
+                traffic.is_well()
+    finally:
+        scene.close()
+
+
+@each()
+def test_fleets_that_share_an_engine(scene):
+    """Whatever ranks and layouts they have, those of one model read each other's chunks, and nobody else's."""
+    traffic = Traffic(scene)
+    one, two, other = traffic.fleets
+    try:
+        numbers = [next(one.numbers) for _ in range(CHUNKS)]
+        assert one.put(numbers) == other.put(numbers[:2]) == {"ok"}
+        assert two.get(numbers) == {"ok"}
+        assert other.get(numbers[2:]) == {"miss"} and other.get(numbers[:2]) == {"ok"}
+        numbers = [next(two.numbers) for _ in range(CHUNKS)]
+        assert two.put(numbers) == {"ok"}
+        assert one.get(numbers) == {"ok"}
+    finally:
+        traffic.close()

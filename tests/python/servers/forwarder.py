@@ -15,7 +15,7 @@ import sys
 
 
 class Forwarder:
-    """The module `name`, running: what it said first is in `said`. It ends at the end of its input. A context manager."""
+    """The module `name`, running; `said` is what it said first. It ends with its input. A context manager."""
 
     def __init__(self, name: str, *arguments: object) -> None:
         command = [sys.executable, "-m", name, *map(str, arguments)]

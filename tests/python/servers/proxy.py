@@ -24,8 +24,8 @@ class Proxy(Forwarder):
     """Connections to `port` go on to a server.
 
     set() says how they fare. `stall`: nothing goes on. `cut`: a connection ends after up to so many bytes of either
-    way. `flip`: a bit changes, once in up to so many bytes. `reorder`: of about so many pieces one comes with its halves
-    exchanged.
+    way. `flip`: a bit changes, once in up to so many bytes. `reorder`: of about so many pieces one comes with its
+    halves exchanged.
     """
 
     def __init__(self, host: str, port: int, seed: int = 1) -> None:
