@@ -320,7 +320,7 @@ def test_a_link_that_damages(scene, link):
     with Traffic(scene) as traffic:
         traffic.goes_on(0)
         link.set(damage=0.02)
-        seen = traffic.goes_on(3.0)
+        seen = traffic.goes_on(2.0)
         link.set()
         assert seen["corrupt"] + seen["io_errors"] + seen["denied"] + seen["timeouts"] > 0, seen
         traffic.is_well()
@@ -377,7 +377,7 @@ def test_a_proxy_in_between(scene, proxies, fare):
         traffic.goes_on(0)
         for proxy in made:
             proxy.set(**{fare: often})
-        seen = traffic.goes_on(3.0)
+        seen = traffic.goes_on(2.0)
         for proxy in made:
             proxy.set()
         assert seen["corrupt"] + seen["io_errors"] + seen["denied"] + seen["timeouts"] > 0, seen
@@ -404,14 +404,14 @@ def test_full(scene):
     with Traffic(scene) as traffic:
         scene.place.fill()
         try:
-            traffic.goes_on(1.0)
-            seen = traffic.goes_on(2.0)
+            early = traffic.goes_on(1.0)
+            seen = traffic.goes_on(1.0)
         finally:
             scene.place.free()
         assert seen["put_ok"] == seen["already_there"], seen
         # Swift does not say so: it is unavailable, and for a while its proxy leaves the disk alone, reads included.
-        assert seen["get_ok"] > 0 or seen["no_space"] == 0, seen
-        assert seen["no_space"] + seen["trips"] > 0, seen
+        assert early["no_space"] + early["trips"] > 0, early
+        assert seen["get_ok"] > 0 or early["no_space"] == 0, seen
         traffic.is_well()
 
 
@@ -422,7 +422,7 @@ def test_denied(scene, what):
         scene.place.deny(what)
         try:
             traffic.goes_on(1.0)
-            seen = traffic.goes_on(2.0)
+            seen = traffic.goes_on(1.0)
         finally:
             scene.place.allow()
         assert seen["writes"] == 0 and seen["denied"] + seen["refused_sick"] > 0, seen
@@ -463,7 +463,7 @@ def test_clocks_that_are_wrong(kind, clocks, tmp_path):
     scene = Scene(kind, tmp_path, **environment)
     try:
         with Traffic(scene) as traffic:
-            for seconds in ("+3600", "-3600", "+0"):
+            for seconds in ("+3600", "-3600"):
                 file.write_text(seconds)
                 traffic.goes_on(1.5)
                 traffic.is_well()
