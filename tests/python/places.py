@@ -86,6 +86,7 @@ class Processes(Place):
     #: `limited` is an address for a user who may only what kvstride needs. deny() takes writing from him, or
     #: everything, allow() gives it back; after expire() his password is another, and after renew() he has a right one.
     denies = False
+    read_only = False  #: refuse_writes() makes writes fail, and nothing else
     clocks = True  #: servers run with libfaketime
     #: Options for servers that hold little, so that there is an end to it.
     small: ClassVar[dict[str, object]] = {}
@@ -177,6 +178,7 @@ class Redis(Processes):
     parts = ("0",)
     full = True
     denies = True
+    read_only = True
     small: ClassVar = {"maxmemory": "128mb", "maxmemory_policy": "allkeys-lru"}
 
     def __init__(self, folder, host="127.0.0.1", **options):
@@ -224,6 +226,9 @@ class Redis(Processes):
     def free(self):
         for name, value in self.servers.options.items():
             self._everywhere(f"CONFIG SET {name} {value}")
+
+    def refuse_writes(self, on):
+        self._everywhere(f"CONFIG SET min-replicas-to-write {int(on)}")
 
     def deny(self, what):
         self._everywhere("ACL SETUSER fleet -set -unlink" if what == "write" else "ACL SETUSER fleet -@all")

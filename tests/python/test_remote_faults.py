@@ -415,6 +415,20 @@ def test_full(scene):
         traffic.is_well()
 
 
+@each(read_only=True)
+def test_writes_alone_fail(scene):
+    """As on a replica, or where no snapshot can be saved: errors that may pass, and reads are as good as ever."""
+    with Traffic(scene) as traffic:
+        scene.place.refuse_writes(True)
+        try:
+            traffic.goes_on(1.0)
+            seen = traffic.goes_on(2.0)
+        finally:
+            scene.place.refuse_writes(False)
+        assert seen["writes"] == 0 and seen["get_ok"] > 0, seen
+        traffic.is_well()
+
+
 @pytest.mark.parametrize("what", ["write", "all"])
 @each(denies=True)
 def test_denied(scene, what):
