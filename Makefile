@@ -174,7 +174,7 @@ test-engine: build-stand-in $(ENGINE)/.kvstride $(ENGINE)/.modelopt-$(MODELOPT_R
 	PYTHONPATH=build/stand-in/package python -m pytest -q $(CUDA_WORKER_TESTS)
 	python -m pytest -q -n auto --dist loadfile $(INSTALLED_TESTS)
 	python -m pytest -q -n auto $(TORCH_TESTS)
-	KVSTRIDE_TEST_TIERS=mooncake python -m pytest -q $(MOONCAKE_TESTS) tests/python/test_tiers.py
+	KVSTRIDE_TEST_TIERS=mooncake python -m pytest -q $(MOONCAKE_TESTS) $(addprefix tests/python/,test_tiers.py test_remote_faults.py)
 	python -m pytest $(ENGINE_TESTS)
 
 test-offload: $(ENGINE)/.kvstride

@@ -6,29 +6,20 @@ with Mooncake(tmp_path, nodes=2) as servers:
     servers.kill_node(0)
 """
 
-import contextlib
 import importlib.util
 import json
 import pathlib
-import socket
 import subprocess
 import time
 import urllib.request
+
+from .ports import free_ports
 
 
 def package() -> pathlib.Path | None:
     """Where Mooncake's package is installed in this environment."""
     found = importlib.util.find_spec("mooncake")
     return None if found is None or found.origin is None else pathlib.Path(found.origin).parent
-
-
-def free_ports(count: int, host: str) -> list[int]:
-    """Ports that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((host, 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 class Mooncake:

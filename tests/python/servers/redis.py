@@ -23,6 +23,11 @@ import tempfile
 import time
 from typing import Any
 
+if __package__:
+    from .ports import free_ports
+else:  # this file is the program
+    from ports import free_ports
+
 NUM_SLOTS = 16384
 
 
@@ -30,19 +35,6 @@ def program() -> str | None:
     """The server that tests start: KVSTRIDE_TEST_REDIS, redis-server or valkey-server."""
     names = [os.environ.get("KVSTRIDE_TEST_REDIS"), "redis-server", "valkey-server"]
     return next((found for name in names if name and (found := shutil.which(name))), None)
-
-
-def free_ports(count: int, host: str, most: int = 55535) -> list[int]:
-    """Ports that nobody listens on, so low that a cluster's second port (10000 higher) is one, too."""
-    found: list[int] = []
-    for port in range(20000 + os.getpid() % 20000, most):
-        with socket.socket() as one, socket.socket() as bus, contextlib.suppress(OSError):
-            one.bind((host, port))
-            bus.bind((host, port + 10000))
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise RuntimeError("no free ports")
 
 
 class ReplyError(Exception):
@@ -106,7 +98,7 @@ class Redis:
         self.host = host
         self.server = server or program() or "redis-server"
         self.options = {name.replace("_", "-"): str(value) for name, value in options.items()}
-        self.ports = free_ports(3 if cluster else 1, host)
+        self.ports = free_ports(3 if cluster else 1, host, second=10000)  # a cluster's second ones
         self.processes: list[subprocess.Popen[bytes]] = []
         try:
             for number in range(len(self.ports)):
@@ -141,7 +133,7 @@ class Redis:
         folder = self.root / str(number)
         folder.mkdir(exist_ok=True)
         flags = {"bind": self.host, "port": str(self.ports[number]), "dir": str(folder), "save": ""}
-        flags |= {"protected-mode": "no", **self.options}  # it would refuse commands from other hosts
+        flags |= {"protected-mode": "yes" if self.host.startswith("127.") else "no", **self.options}
         if self.cluster:
             flags |= {"cluster-enabled": "yes", "cluster-node-timeout": "1000"}
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
