@@ -225,7 +225,7 @@ TEST(RemoteTier, WhoMayNotWriteStillReads) {
     BlockClient writer({tier_over(engine)}, 1, "B N KV H D");
     ASSERT_EQ(writer.put({1}), all(Outcome::kOk, 1));
   }
-  for (const Answer answer : {Answer::kDenied, Answer::kFull}) {
+  for (const Answer answer : {Answer::kDenied, Answer::kFull, Answer::kBroken}) {
     std::atomic<bool> refuses{true};
     engine->set_fault([&](const std::string& what, const std::string&) -> std::optional<Answer> {
       return what == "write" && refuses ? std::optional(answer) : std::nullopt;
@@ -234,7 +234,8 @@ TEST(RemoteTier, WhoMayNotWriteStillReads) {
     BlockClient client({tier}, 1, "B N KV H D");
     for (int i = 10; i < 20; ++i) EXPECT_NE(client.put({i})[0], Outcome::kOk);
     EXPECT_EQ(client.get({1}), all(Outcome::kOk, 1));
-    EXPECT_GE(counter(tier, answer == Answer::kFull ? "no_space" : "denied"), 1U);
+    const char* name = answer == Answer::kFull ? "no_space" : answer == Answer::kDenied ? "denied" : "io_errors";
+    EXPECT_GE(counter(tier, name), 1U);
     EXPECT_GE(counter(tier, "refused_sick"), 1U) << "writes pause";
     refuses = false;
     const auto limit = Clock::now() + 20s;

@@ -395,9 +395,15 @@ Answer RemoteThreads::mark(const PieceId& id, Clock::time_point limit) {
   return Answer::kOk;
 }
 
-/// What an answer says about the engine.
+/// What an answer says about the engine. Who fails to write (a replica, a full disk, a missing permission) may still
+/// read, and what is wrong with everything reads and questions find out.
 void RemoteThreads::note(Answer answer, bool write, Clock::time_point begun) {
   const Clock::time_point now = Clock::now();
+  const auto bad = [&](bool hopeless) {
+    if (!(write ? write_breaker_ : breaker_).bad(now, hopeless)) return;
+    counters_.add(Count::kTrips);
+    if (!write) tripped();
+  };
   switch (answer) {
     case Answer::kOk:
     case Answer::kThere:
@@ -412,26 +418,20 @@ void RemoteThreads::note(Answer answer, bool write, Clock::time_point begun) {
       break;
     case Answer::kDenied:
       counters_.add(Count::kDenied);
-      // Who may not write may still read.
-      if (write) {
-        write_breaker_.bad(now, true);
-      } else if (breaker_.bad(now, true)) {
-        tripped();
-      }
+      bad(true);
       break;
     case Answer::kBroken:
     case Answer::kLate:
       counters_.add(answer == Answer::kLate ? Count::kTimeouts : Count::kIoErrors);
       // A deadline that nobody could meet says nothing.
       if (answer == Answer::kLate && now - begun < kPatience) break;
-      if (breaker_.bad(now)) tripped();
+      bad(false);
       break;
   }
 }
 
 /// From now on somebody finds out when it is well again.
 void RemoteThreads::tripped() {
-  counters_.add(Count::kTrips);
   const std::lock_guard lock(mutex_);
   question_.notify_one();
 }
