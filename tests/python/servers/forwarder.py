@@ -20,7 +20,9 @@ class Forwarder:
     def __init__(self, name: str, *arguments: object) -> None:
         command = [sys.executable, "-m", name, *map(str, arguments)]
         where = pathlib.Path(__file__).parents[1]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=where)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        # A session of its own: what a terminal or `timeout` tells the test's group is not for it.
+        self.process = subprocess.Popen(command, **pipes, cwd=where, start_new_session=True)
         assert self.process.stdin is not None and self.process.stdout is not None
         self._in, self._out = self.process.stdin, self.process.stdout
         self.said = self._out.readline().split()

@@ -122,7 +122,6 @@ def _forward(ends: tuple[int, int], dice: random.Random) -> None:
 
 def main() -> None:
     """The forwarder."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Of the networks that RFC 2544 sets aside for tests, two addresses that go by this process's number.
     number = 2 * (os.getpid() % 65536)
     near, far = (f"198.{18 + (n >> 16)}.{n >> 8 & 255}.{n & 255}" for n in (number, number + 1))
