@@ -441,11 +441,13 @@ void RemoteThreads::tripped() {
 /// for a second.)
 template <typename Operation>
 bool RemoteThreads::again(Operation& operation, Queue<Operation>& queue, Answer answer) {
+  constexpr bool kIsRead = std::is_same_v<Operation, Read>;
   if (answer != Answer::kBroken || operation.attempts >= options_.retries || breaker_.open()) return false;
+  if (!kIsRead && write_breaker_.open()) return false;
   const Clock::time_point now = Clock::now();
   const Clock::time_point when = now + pause_after(operation.attempts);
   if (when >= operation.request.deadline) return false;
-  if (std::is_same_v<Operation, Read> && now - operation.begun > kPatience) return false;
+  if (kIsRead && now - operation.begun > kPatience) return false;
   ++operation.attempts;
   counters_.add(Count::kRetries);
   const std::lock_guard lock(mutex_);
