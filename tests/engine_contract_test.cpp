@@ -332,6 +332,11 @@ TEST(EngineUrl, SaysWhatIsWrong) {
   EXPECT_EQ(why("bucket/prefix"), "URL of a store: it must be scheme://host/path, such as s3://bucket/prefix");
   EXPECT_EQ(why("redis://h:0/"), "URL of a store: its port is '0', of 1 to 65535");
   EXPECT_EQ(why("redis://h:6379x/"), "URL of a store: its port is '6379x', of 1 to 65535");
+  for (const char* text :
+       {"redis://:s3cr/et@h:6379", "redis://u:s3/cr/et@h", "redis://u:1?s3cr@h/0", "redis://u:p@s3/cr@h"}) {
+    EXPECT_EQ(why(text).find("s3"), std::string::npos) << "no piece of a password in a message";
+    EXPECT_NE(why(text), "") << text;
+  }
   EXPECT_EQ(why("redis://u:sec%2@h/"), "URL of a store: a % in the password is not followed by two hex digits");
   EXPECT_EQ(why("s3://b/p?a=1&a=2"), "URL of a store: the option a is given twice");
   EXPECT_EQ(why("s3://b/p#x"), "URL of a store: a # in it");

@@ -28,9 +28,10 @@ class MemoryEngine final : public store::Engine {
   int num_threads() const override { return threads; }
   std::size_t batch() const override { return batch_items; }
   std::size_t names_a_trip() const override { return names; }
-  void memory(std::span<std::byte> region) override {
+  bool memory(std::span<std::byte> region) override {
     const std::lock_guard lock(mutex);
     regions.push_back(region);
+    return true;
   }
 
   void find(std::span<store::FindItem> items, Clock::time_point deadline) override {

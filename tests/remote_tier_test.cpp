@@ -192,6 +192,87 @@ TEST(RemoteTier, FailuresAreTriedAgainAndThenAreMisses) {
   EXPECT_EQ(counter(tier, "retries"), 4U);
 }
 
+TEST(RemoteTier, OneCutOfManyChunksLeavesItAlone) {
+  const auto engine = std::make_shared<MemoryEngine>();
+  const TierPtr tier = tier_over(engine);
+  BlockClient client({tier}, 1, "B N KV H D");
+  ASSERT_EQ(client.put({1, 2, 3, 4, 5, 6}), all(Outcome::kOk, 6));
+  std::atomic<bool> cut{true};
+  engine->set_fault([&](const std::string& what, const std::string&) -> std::optional<Answer> {
+    return what == "read" && cut ? std::optional(Answer::kBroken) : std::nullopt;
+  });
+  std::thread end([&] {
+    std::this_thread::sleep_for(10ms);
+    cut = false;
+  });
+  EXPECT_EQ(client.get({1, 2, 3, 4, 5, 6}), all(Outcome::kOk, 6)) << "by the second attempt";
+  end.join();
+  EXPECT_EQ(counter(tier, "trips"), 0U);
+}
+
+// Whatever is asked first, and however short its time: questions, writes, of a process that knows nothing.
+TEST(RemoteTier, ASilentEngineIsLeftAloneByWhoeverAsks) {
+  for (const bool write : {false, true}) {
+    const auto engine = std::make_shared<MemoryEngine>();
+    RemoteTierOptions options = quick();
+    options.timeout = 300ms;
+    options.lookup_timeout = 200ms;
+    const TierPtr tier = tier_over(engine, options);
+    BlockClient client({tier}, 1, "B N KV H D");
+    engine->latency_us = 60'000'000;
+    for (int i = 0; i < 12 && counter(tier, "trips") == 0; ++i) {
+      write ? static_cast<void>(client.put({10 + i})) : static_cast<void>(client.lookup({10 + i}));
+    }
+    EXPECT_EQ(counter(tier, "trips"), 1U) << (write ? "writes" : "questions");
+    const auto begin = Clock::now();
+    EXPECT_EQ(client.lookup({1}), std::vector<bool>{false});
+    EXPECT_LT(Clock::now() - begin, 150ms);
+    EXPECT_GE(counter(tier, "refused_sick"), 1U);
+    engine->latency_us = 0;
+    const auto limit = Clock::now() + 20s;
+    while (client.put({1})[0] != Outcome::kOk && Clock::now() < limit) std::this_thread::sleep_for(20ms);
+    EXPECT_EQ(client.lookup({1}), std::vector<bool>{true});
+  }
+}
+
+TEST(RemoteTier, WhatIsRemovedWhileItIsSickGoesWhenItIsWell) {
+  const auto engine = std::make_shared<MemoryEngine>();
+  const TierPtr tier = tier_over(engine);
+  BlockClient client({tier}, 1, "B N KV H D");
+  ASSERT_EQ(client.put({1, 2}), all(Outcome::kOk, 2));
+  const auto count = [&] {
+    const std::lock_guard lock(engine->mutex);
+    return engine->objects.size();
+  };
+  const std::size_t before = count();
+  engine->set_fault([](const std::string&, const std::string&) { return std::optional(Answer::kDenied); });
+  EXPECT_NE(client.get({1})[0], Outcome::kOk);
+  client.store.remove(keys_of({1, 2}));
+  std::this_thread::sleep_for(50ms);
+  engine->set_fault({});
+  const auto limit = Clock::now() + 20s;
+  while (count() != before - 2 && Clock::now() < limit) std::this_thread::sleep_for(20ms);
+  EXPECT_EQ(count(), before - 2);
+  EXPECT_EQ(client.put({1}), all(Outcome::kOk, 1));
+}
+
+// Somebody else fills the engine: what is found there says nothing about whether this process may write.
+TEST(RemoteTier, FoundIsNotWritten) {
+  const auto engine = std::make_shared<MemoryEngine>();
+  BlockClient other({tier_over(engine)}, 1, "B N KV H D");
+  ASSERT_EQ(other.put({1, 2, 3, 4}), all(Outcome::kOk, 4));
+  engine->set_fault([](const std::string& what, const std::string&) -> std::optional<Answer> {
+    return what == "write" ? std::optional(Answer::kDenied) : std::nullopt;
+  });
+  const TierPtr tier = tier_over(engine);
+  BlockClient client({tier}, 1, "B N KV H D");
+  EXPECT_NE(client.put({9})[0], Outcome::kOk);
+  EXPECT_EQ(client.lookup({1}), std::vector<bool>{true});
+  for (int i = 0; i < 5; ++i) client.put({1});
+  EXPECT_EQ(client.put({8}), all(Outcome::kRefused, 1)) << "writes pause still";
+  EXPECT_EQ(counter(tier, "denied"), 1U);
+}
+
 TEST(RemoteTier, ASickEngineIsAMissAtOnceUntilItIsWell) {
   const auto engine = std::make_shared<MemoryEngine>();
   const TierPtr tier = tier_over(engine);
@@ -423,21 +504,33 @@ TEST(Breaker, OpensAfterFailuresAndLetsOneTry) {
   store::Breaker breaker;
   Clock::time_point now{};
   now += 1h;
-  for (int i = 0; i < 4; ++i) EXPECT_FALSE(breaker.bad(now));
+  for (int i = 0; i < 4; ++i) EXPECT_FALSE(breaker.bad(now, now));
   breaker.good();
-  for (int i = 0; i < 4; ++i) EXPECT_FALSE(breaker.bad(now));
+  for (int i = 0; i < 4; ++i) EXPECT_FALSE(breaker.bad(now, now));
   EXPECT_TRUE(breaker.allows(now));
-  EXPECT_TRUE(breaker.bad(now));
+  EXPECT_TRUE(breaker.bad(now, now));
   EXPECT_TRUE(breaker.open());
   EXPECT_FALSE(breaker.allows(now + 100ms));
   EXPECT_TRUE(breaker.allows(now + 250ms));
   EXPECT_FALSE(breaker.allows(now + 251ms)) << "one at a time";
-  EXPECT_FALSE(breaker.bad(now + 300ms)) << "it was open before";
+  EXPECT_FALSE(breaker.bad(now + 300ms, now + 300ms)) << "it was open before";
   EXPECT_FALSE(breaker.allows(now + 500ms)) << "and waits longer";
   EXPECT_TRUE(breaker.allows(now + 300ms + 500ms));
   breaker.good();
   EXPECT_FALSE(breaker.open());
-  EXPECT_TRUE(breaker.bad(now, true)) << "hopeless";
+  EXPECT_TRUE(breaker.bad(now, now, true)) << "hopeless";
+}
+
+TEST(Breaker, WhatFailsTogetherIsOneFailure) {
+  store::Breaker breaker;
+  Clock::time_point now{};
+  now += 1h;
+  for (int i = 0; i < 32; ++i) EXPECT_FALSE(breaker.bad(now - 1ms, now));
+  EXPECT_TRUE(breaker.allows(now));
+  for (int i = 1; i < 4; ++i) EXPECT_FALSE(breaker.bad(now + i * 1ms, now + i * 1ms));
+  EXPECT_TRUE(breaker.bad(now + 4ms, now + 4ms));
+  for (int i = 0; i < 32; ++i) EXPECT_FALSE(breaker.bad(now, now + 10ms)) << "begun before it opened";
+  EXPECT_TRUE(breaker.allows(now + 4ms + 250ms)) << "the first pause";
 }
 
 TEST(Known, ForgetsWhatIsOldAndTheLeastUsed) {

@@ -97,8 +97,8 @@ TEST(Trace, LinesMayBeCutAnywhere) {
     times.push_back(request.time);
   }
   text.pop_back();  // the last line does not end
-  for (const std::size_t piece : {977, 65536}) {
-    for (const std::size_t num_ids : {1, 100, 1'000'000}) {
+  for (const std::size_t piece : {977U, 65536U}) {
+    for (const std::size_t num_ids : {1U, 100U, 1'000'000U}) {
       EXPECT_EQ(read_pieces(text, piece, num_ids), times);
     }
   }

@@ -149,11 +149,16 @@ class PythonEngine final : public Engine {
   std::size_t batch() const override { return batch_; }
   std::size_t names_a_trip() const override { return names_a_trip_; }
 
-  void memory(std::span<std::byte> region) override {
+  bool memory(std::span<std::byte> region) override {
     const InPython python(calls_);
+    bool done = false;
     if (python) {
-      run("memory", [&] { nb::handle(engine_).attr("memory")(address_of(region.data()), region.size()); });
+      run("memory", [&] {
+        nb::handle(engine_).attr("memory")(address_of(region.data()), region.size());
+        done = true;
+      });
     }
+    return done;
   }
 
   void find(std::span<FindItem> items, Clock::time_point deadline) override {
@@ -332,9 +337,10 @@ void check_lengths(const char* verb, std::size_t names, std::initializer_list<st
   }
 }
 
-Engine& open(const EngineHandle& handle) {
+/// A share of its own for each call, taken with the interpreter's lock: another thread may close it meanwhile.
+std::shared_ptr<Engine> open(const EngineHandle& handle) {
   if (!handle.share()) throw Error(ErrorCode::kStore, "the engine is closed");
-  return *handle;
+  return handle.share();
 }
 
 using Names = std::vector<std::string>;
@@ -350,28 +356,34 @@ void bind_engine(nb::module_& m) {
             new (self) EngineHandle(std::make_shared<PythonEngine>(std::move(engine)));
           },
           nb::arg("engine"))
-      .def_prop_ro("kind", [](const EngineHandle& self) { return std::string(open(self).kind()); })
-      .def_prop_ro("detail", [](const EngineHandle& self) { return open(self).detail(); })
-      .def_prop_ro("trouble", [](const EngineHandle& self) { return open(self).trouble(); })
-      .def_prop_ro("largest", [](const EngineHandle& self) { return open(self).largest(); })
-      .def_prop_ro("reads_ranges", [](const EngineHandle& self) { return open(self).reads_ranges(); })
-      .def_prop_ro("num_threads", [](const EngineHandle& self) { return open(self).num_threads(); })
-      .def_prop_ro("batch", [](const EngineHandle& self) { return open(self).batch(); })
-      .def_prop_ro("names_a_trip", [](const EngineHandle& self) { return open(self).names_a_trip(); })
+      .def_prop_ro("kind", [](const EngineHandle& self) { return std::string(open(self)->kind()); })
+      .def_prop_ro("detail", [](const EngineHandle& self) { return open(self)->detail(); })
+      .def_prop_ro("trouble", [](const EngineHandle& self) { return open(self)->trouble(); })
+      .def_prop_ro("largest", [](const EngineHandle& self) { return open(self)->largest(); })
+      .def_prop_ro("reads_ranges", [](const EngineHandle& self) { return open(self)->reads_ranges(); })
+      .def_prop_ro("num_threads", [](const EngineHandle& self) { return open(self)->num_threads(); })
+      .def_prop_ro("batch", [](const EngineHandle& self) { return open(self)->batch(); })
+      .def_prop_ro("names_a_trip", [](const EngineHandle& self) { return open(self)->names_a_trip(); })
       .def(
           "memory",
           [](const EngineHandle& self, std::uintptr_t address, std::size_t size) {
-            open(self).memory({reinterpret_cast<std::byte*>(address), size});
+            std::shared_ptr<Engine> engine = open(self);
+            const GilReleased release;
+            const bool done = engine->memory({reinterpret_cast<std::byte*>(address), size});
+            engine.reset();
+            return done;
           },
-          nb::arg("address"), nb::arg("size"), nb::call_guard<GilReleased>())
+          nb::arg("address"), nb::arg("size"))
       .def(
           "find",
           [](const EngineHandle& self, const Names& names, double deadline) {
             std::vector<FindItem> items;
             for (const std::string& name : names) items.push_back({name});
+            std::shared_ptr<Engine> engine = open(self);
             {
               const GilReleased release;
-              open(self).find(items, to_clock(deadline));
+              engine->find(items, to_clock(deadline));
+              engine.reset();
             }
             return answers_of(items, &FindItem::bytes);
           },
@@ -387,9 +399,11 @@ void bind_engine(nb::module_& m) {
               items.push_back({names[i], {}, reinterpret_cast<std::byte*>(addresses[i]), sizes[i]});
               for (const auto& [begin, end] : ranges[i]) items.back().ranges.push_back({begin, end});
             }
+            std::shared_ptr<Engine> engine = open(self);
             {
               const GilReleased release;
-              open(self).read(items, to_clock(deadline), [](std::size_t) {});
+              engine->read(items, to_clock(deadline), [](std::size_t) {});
+              engine.reset();
             }
             return answers_of(items, &ReadItem::found);
           },
@@ -404,9 +418,11 @@ void bind_engine(nb::module_& m) {
               const auto* data = reinterpret_cast<const std::byte*>(addresses[i]);
               items.push_back({names[i], {data, static_cast<std::size_t>(sizes[i])}, replace[i]});
             }
+            std::shared_ptr<Engine> engine = open(self);
             {
               const GilReleased release;
-              open(self).write(items, to_clock(deadline), [](std::size_t) {});
+              engine->write(items, to_clock(deadline), [](std::size_t) {});
+              engine.reset();
             }
             return answers_of(items);
           },
@@ -416,9 +432,11 @@ void bind_engine(nb::module_& m) {
           [](const EngineHandle& self, const Names& names, double deadline) {
             std::vector<RemoveItem> items;
             for (const std::string& name : names) items.push_back({name});
+            std::shared_ptr<Engine> engine = open(self);
             {
               const GilReleased release;
-              open(self).remove(items, to_clock(deadline));
+              engine->remove(items, to_clock(deadline));
+              engine.reset();
             }
             return answers_of(items);
           },
@@ -428,12 +446,14 @@ void bind_engine(nb::module_& m) {
           [](const EngineHandle& self, const std::string& folder, double deadline) {
             std::vector<ListedObject> found;
             Answer answer{};
+            std::shared_ptr<Engine> engine = open(self);
             {
               const GilReleased release;
-              answer = open(self).list(folder, to_clock(deadline), [&](const ListedObject& one) {
+              answer = engine->list(folder, to_clock(deadline), [&](const ListedObject& one) {
                 found.push_back(one);
                 return true;
               });
+              engine.reset();
             }
             nb::list out;
             for (const ListedObject& one : found) out.append(nb::make_tuple(one.name, one.bytes, one.modified));

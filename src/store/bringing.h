@@ -22,8 +22,10 @@ class Bringing {
 
   /// Null where somebody brings the key already. `resume` is called from wherever the token goes, and must not throw.
   Token begin(const Key& key, Resume resume) {
-    const std::lock_guard lock(mutex_);
-    if (!waiting_.try_emplace(key).second) return nullptr;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!waiting_.try_emplace(key).second) return nullptr;
+    }
     return Token(static_cast<void*>(this), [this, key, resume = std::move(resume)](void*) { resume(end(key)); });
   }
   /// Whether somebody brings it; if so `one` waits.

@@ -184,7 +184,7 @@ StoreImpl::Begun StoreImpl::begin_get(const std::shared_ptr<Fetch>& fetch) {
 bool StoreImpl::wait_for_prefetch(const Fetch& fetch) {
   const JobState& job = *fetch.job;
   const auto upper = [](const Reading& one) { return one.tier == 0; };
-  if (fetch.token || job.stages[fetch.chunk].load() != Stage::kQueued) return false;
+  if (fetch.brings || job.stages[fetch.chunk].load() != Stage::kQueued) return false;
   if (std::all_of(fetch.readings.begin(), fetch.readings.end(), upper)) return false;
   return bringing_.wait(job.keys[fetch.chunk], {fetch.job, fetch.chunk, {}});
 }
@@ -375,16 +375,17 @@ void StoreImpl::deliver(Fetch& fetch, const std::vector<std::shared_ptr<const Sh
 
 /// The end of a prefetch: what was verified goes to the upper tiers.
 void StoreImpl::keep(Fetch& fetch) {
-  promote(fetch);
+  promote(fetch, fetch.job->take_token(fetch.chunk));
   fetch.readings.clear();
   end(*fetch.job, fetch.chunk, Stage::kWaiting, Outcome::kOk);
   leave();
 }
 
-/// Whole images of lower tiers go to the upper ones that admit them.
-void StoreImpl::promote(Fetch& fetch) {
+/// Whole images of lower tiers go to the upper ones that admit them; `token` goes when each is in the first of these.
+void StoreImpl::promote(Fetch& fetch, const std::shared_ptr<void>& token) {
   for (Reading& reading : fetch.readings) {
     count_refusals(reading.offers);
+    const std::optional<std::size_t> first = first_admitted(reading.offers);
     for (Offer& one : reading.offers) {
       if (!one.admitted) continue;
       count(Tally::kPromoted);
@@ -393,7 +394,7 @@ void StoreImpl::promote(Fetch& fetch) {
                                reading.result.bytes,
                                fetch.job->deadline,
                                {},
-                               [token = fetch.token](Outcome) {},
+                               [held = one.tier == first ? token : nullptr](Outcome) {},
                                std::move(one.admitted),
                                fetch.job->tenant});
     }

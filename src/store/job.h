@@ -45,7 +45,7 @@ struct JobState {
 
   explicit JobState(std::size_t chunks) : stages(chunks), outcomes(chunks, Outcome::kRefused), left(chunks) {}
 
-  /// Of a prefetch, of each chunk: lets those go on who wait for it. Taken by take_token().
+  /// Of a prefetch, of each chunk: lets those go on who wait for it. Goes with the chunk's outcome at the latest.
   std::vector<std::shared_ptr<void>> tokens;
 
   std::atomic<std::size_t> begun{0};  ///< chunks, or more where one began anew
@@ -65,6 +65,10 @@ struct JobState {
   std::shared_ptr<void> take_token(std::size_t chunk) {
     const std::lock_guard lock(mutex);
     return tokens.empty() ? nullptr : std::move(tokens[chunk]);
+  }
+  bool has_token(std::size_t chunk) {
+    const std::lock_guard lock(mutex);
+    return !tokens.empty() && tokens[chunk] != nullptr;
   }
   /// Where the caller's memory is.
   Device device() const { return cache ? cache->device() : Device{}; }

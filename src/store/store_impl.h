@@ -65,7 +65,7 @@ struct Fetch {
   bool saw_error = false;
   bool saw_timeout = false;
   bool saw_refusal = false;
-  std::shared_ptr<void> token;                         ///< of a prefetch
+  bool brings = false;                                 ///< a prefetch for which others wait
   bool asked = false;                                  ///< tiers were told that somebody asks for it
   bool everything = false;                             ///< read whole images: a header was not the expected one
   int other_lengths = 0;                               ///< how often a file had another length than was known
@@ -187,7 +187,7 @@ class StoreImpl : public std::enable_shared_from_this<StoreImpl> {
   void deliver(Fetch& fetch, const std::vector<std::shared_ptr<const Shape>>& shapes);
   void keep(Fetch& fetch);
   bool wait_for_prefetch(const Fetch& fetch);
-  void promote(Fetch& fetch);
+  void promote(Fetch& fetch, const std::shared_ptr<void>& token = {});
   bool some_wanted(Fetch& fetch);
   bool may_promote(const JobState& job) const { return options_.promote || job.verb == Verb::kPrefetch; }
 

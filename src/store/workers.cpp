@@ -21,7 +21,7 @@ void StoreImpl::end(JobState& job, std::size_t chunk, Stage stage, Outcome outco
     (put ? put_seconds_ : get_seconds_).add(Clock::now() - job.start);
   }
   job.settle(chunk, outcome);
-  job.take_token(chunk);  // where it has not begun
+  job.take_token(chunk);
 }
 
 /// Only one thread asks of a job at a time.
@@ -111,11 +111,10 @@ void StoreImpl::work() {
   while (true) {
     const Clock::time_point now = Clock::now();
     if (!ready_.empty()) {
-      std::shared_ptr<Fetch> fetch = std::move(ready_.front());
+      const std::shared_ptr<Fetch> fetch = std::move(ready_.front());
       ready_.pop_front();
       lock.unlock();
       finish_get(fetch);
-      fetch = nullptr;  // its token needs the lock
       lock.lock();
     } else if (stop_) {
       return;
@@ -188,7 +187,7 @@ StoreImpl::Begun StoreImpl::begin(const Task& task) {
     fetch->job = task.job;
     fetch->chunk = task.chunk;
     fetch->everything = job.verb == Verb::kPrefetch;
-    fetch->token = job.take_token(task.chunk);
+    fetch->brings = job.has_token(task.chunk);
     // Who prefetches gets it next, and that is what counts. A task that was short of memory has asked.
     fetch->asked = job.verb == Verb::kPrefetch || task.starved;
     return begin_get(fetch);

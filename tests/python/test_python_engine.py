@@ -136,7 +136,7 @@ def test_exceptions_are_broken_and_told(verb):
         "list": lambda: engine.list("", soon()),
         "memory": lambda: engine.memory(0, 4096),
     }
-    expected = {"find": [("broken", -1)], "read": [("broken", -1)], "list": ("broken", []), "memory": None}
+    expected = {"find": [("broken", -1)], "read": [("broken", -1)], "list": ("broken", []), "memory": False}
     assert calls[verb]() == expected.get(verb, ["broken"])
     said = engine.trouble.removeprefix(f"{verb}(): ")
     assert said.startswith("ValueError: two lines ää")

@@ -104,6 +104,7 @@ class Mooncake(Engine):
                     kept.append((other, length))
                 elif self._store is not None:
                     self._store.unregister_buffer(other)
+            self._regions = tuple(kept)
             if self._store is not None:
                 _register(self._store, address, size)
             self._regions = (*kept, (address, size))

@@ -35,13 +35,15 @@ class Breaker {
     bad_ = 0;
     pause_ = kFirstPause;
   }
-  /// Whether that opened it. `hopeless`: one such answer is enough.
-  bool bad(Clock::time_point now, bool hopeless = false) {
+  /// An attempt that began at `begun` failed; whether that opened it. Attempts that were under way when another one
+  /// failed are the same failure. `hopeless`: one such answer is enough.
+  bool bad(Clock::time_point begun, Clock::time_point now, bool hopeless = false) {
     const std::lock_guard lock(mutex_);
     const bool was_open = bad_ >= kMostBad;
+    if (begun < last_ && (was_open || !hopeless)) return false;
+    last_ = now;
     bad_ = hopeless ? kMostBad : std::min(bad_ + 1, kMostBad);
     if (bad_ < kMostBad) return false;
-    if (was_open && now < again_ - pause_) return false;  // of an attempt that began before it opened
     if (was_open) pause_ = std::min<Clock::duration>(2 * pause_, kLongestPause);
     again_ = now + jittered();
     return !was_open;
@@ -56,6 +58,7 @@ class Breaker {
   mutable std::mutex mutex_;
   std::minstd_rand dice_{std::random_device()()};
   int bad_ = 0;
+  Clock::time_point last_{};  ///< when a failure counted
   Clock::duration pause_ = kFirstPause;
   Clock::time_point again_{};
 };

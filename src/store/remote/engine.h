@@ -96,8 +96,8 @@ class Engine {
   /// How many names find() asks in one round trip, by one request or side by side.
   virtual std::size_t names_a_trip() const = 0;
   /// Memory from which items will be read and to which they will be written, before the first of them; for engines
-  /// that must register it.
-  virtual void memory(std::span<std::byte>) {}
+  /// that must register it. False: it could not, and shall be asked again.
+  virtual bool memory(std::span<std::byte>) { return true; }
 
   virtual void find(std::span<FindItem> items, Clock::time_point deadline) = 0;
   virtual void read(std::span<ReadItem> items, Clock::time_point deadline, const Done& done) = 0;

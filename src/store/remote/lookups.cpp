@@ -9,6 +9,8 @@ namespace {
 
 constexpr std::size_t kMostNames = 20'000;  ///< of one call
 constexpr auto kPatience = std::chrono::milliseconds(200);
+constexpr std::size_t kMostRemovals = 64;  ///< keys of one call
+constexpr int kMostAttempts = 3;           ///< to remove a key
 
 }  // namespace
 
@@ -37,25 +39,29 @@ void RemoteThreads::answer() {
   std::unique_lock lock(mutex_);
   while (!stop_) {
     const bool tripped = breaker_.open();
-    if (asked_.empty() && removals_.empty()) {
+    if (asked_.empty() && (removals_.empty() || tripped)) {
       // Somebody must find out when a sick engine is well.
       tripped ? static_cast<void>(question_.wait_for(lock, std::chrono::milliseconds(20))) : question_.wait(lock);
     }
     if (stop_) return;
     std::shared_ptr<Question> question;
-    std::deque<std::pair<std::uint32_t, Key>> removals;
+    std::vector<Removal> removals;
     if (!asked_.empty()) {
       question = std::move(asked_.front());
       asked_.pop_front();
       answer_until_ = question->until + kPatience;
-    } else {
-      removals.swap(removals_);
+    } else if (!tripped) {
+      // Not so many that questions wait long for them.
+      const auto end = removals_.begin() + static_cast<std::ptrdiff_t>(std::min(removals_.size(), kMostRemovals));
+      removals.assign(std::make_move_iterator(removals_.begin()), std::make_move_iterator(end));
+      removals_.erase(removals_.begin(), end);
+      if (!removals.empty()) answer_until_ = Clock::now() + kPatience;
     }
     lock.unlock();
     try {
       if (breaker_.open()) find_out();
       if (question && !breaker_.open()) ask(*question);
-      if (!removals.empty()) remove_now(removals);
+      if (!removals.empty()) remove_now(std::move(removals));
     } catch (...) {  // no memory: nobody knows more
     }
     lock.lock();
@@ -71,13 +77,17 @@ void RemoteThreads::answer() {
 void RemoteThreads::find_out() {
   const Clock::time_point now = Clock::now();
   if (!breaker_.allows(now)) return;
-  std::vector<FindItem> items{{"kvstride"}};
-  engine_->find(items, limit_of(now + std::chrono::seconds(2)));
-  const Answer answer = items[0].answer;
+  Answer answer = Answer::kBroken;
+  // Broken may mean that there are other credentials now, or another server: once more.
+  for (int i = 0; i < 2 && answer == Answer::kBroken; ++i) {
+    std::vector<FindItem> items{{"kvstride"}};
+    engine_->find(items, limit_of(now + std::chrono::seconds(2)));
+    answer = items[0].answer;
+  }
   if (answer == Answer::kOk || answer == Answer::kAbsent) {
     breaker_.good();
   } else {
-    breaker_.bad(Clock::now(), answer == Answer::kDenied);
+    breaker_.bad(now, Clock::now(), answer == Answer::kDenied);
   }
 }
 
@@ -99,11 +109,11 @@ void RemoteThreads::ask(Question& question) {
       for (const Heads heads : ranges) items.push_back({spaces_.name({question.space, question.keys[k], heads})});
     }
     counters_.add(Count::kProbes, count);
-    const Clock::time_point begun = Clock::now();
+    // What was asked before these names used up their time.
+    const Clock::time_point begun = from == 0 ? now : Clock::now();
     engine_->find(items, limit_of(question.until));
+    const bool bad = note_finds(items, begun, std::min<Seconds>(options_.lookup_timeout, options_.timeout));
     bool gap = false;
-    bool good = false;
-    std::optional<Answer> bad;
     for (std::size_t i = 0; i < items.size(); ++i) {
       const PieceId id{question.space, question.keys[from + i / ranges.size()], ranges[i % ranges.size()]};
       const bool there = items[i].answer == Answer::kOk;
@@ -114,14 +124,6 @@ void RemoteThreads::ask(Question& question) {
       } else if (items[i].answer == Answer::kAbsent) {
         known_.forget(id, Clock::now());
       }
-      (there || items[i].answer == Answer::kAbsent) ? static_cast<void>(good = true)
-                                                    : static_cast<void>(bad = items[i].answer);
-    }
-    // One call is one sign of health or illness, however many names it had.
-    if (bad) {
-      note(*bad, false, begun);
-    } else if (good) {
-      breaker_.good();
     }
     if (question.prefix) {
       std::vector<std::uint8_t> found(count);
@@ -137,14 +139,44 @@ void RemoteThreads::ask(Question& question) {
   }
 }
 
-void RemoteThreads::remove_now(const std::deque<std::pair<std::uint32_t, Key>>& removals) {
+/// What could not be removed is tried again later.
+void RemoteThreads::remove_now(std::vector<Removal> removals) {
   const Clock::time_point limit = limit_of(Clock::now() + std::chrono::seconds(10));
   std::vector<RemoveItem> items;
-  for (const auto& [space, key] : removals) {
+  std::vector<std::size_t> of;
+  for (std::size_t i = 0; i < removals.size(); ++i) {
+    const std::uint32_t space = removals[i].space;
     if (spaces_.should_ask(space, Clock::now())) spaces_.ask(*engine_, space, limit);
-    for (const Heads heads : spaces_.every_range(space)) items.push_back({spaces_.name({space, key, heads})});
+    for (const Heads heads : spaces_.every_range(space)) {
+      items.push_back({spaces_.name({space, removals[i].key, heads})});
+      of.push_back(i);
+    }
   }
+  const Clock::time_point begun = Clock::now();
   engine_->remove(items, limit);
+  std::vector<bool> failed(removals.size());
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    const Answer answer = items[i].answer;
+    const bool passes = answer == Answer::kBroken || answer == Answer::kLate;
+    if (passes) failed[of[i]] = true;
+    if (answer != Answer::kOk) note(answer, true, begun, options_.timeout);
+  }
+  const std::lock_guard lock(mutex_);
+  for (std::size_t i = 0; i < removals.size(); ++i) {
+    if (failed[i] && ++removals[i].attempts < kMostAttempts) removals_.push_back(std::move(removals[i]));
+  }
+}
+
+/// One call is one sign of health or illness, however many names it had; whether it is one of illness.
+bool RemoteThreads::note_finds(std::span<const FindItem> items, Clock::time_point begun, Seconds longest) {
+  const auto known = [](const FindItem& one) { return one.answer == Answer::kOk || one.answer == Answer::kAbsent; };
+  const auto bad = std::find_if_not(items.begin(), items.end(), known);
+  if (bad != items.end()) {
+    note(bad->answer, false, begun, longest);
+  } else if (!items.empty()) {
+    breaker_.good();
+  }
+  return bad != items.end();
 }
 
 }  // namespace kvstride::store

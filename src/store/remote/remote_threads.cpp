@@ -136,6 +136,9 @@ void RemoteThreads::write(WriteRequest request) {
     const bool room = write_bytes_ == 0 || write_bytes_ + operation.request.bytes <= options_.queue_bytes;
     if (!stop_ && room && reads_.size() + writes_.size() < options_.queue_chunks) {
       write_bytes_ += operation.request.bytes;
+      std::erase_if(removals_, [&](const Removal& one) {
+        return one.space == operation.request.id.space && one.key == operation.request.id.key;
+      });
       const bool more = operation.request.more;
       add(writes_, std::move(operation), more);
       return;
@@ -163,7 +166,7 @@ void RemoteThreads::add(Queue<Operation>& queue, Operation operation, bool more)
 void RemoteThreads::remove(std::uint32_t space, const Key& key) {
   const std::lock_guard lock(mutex_);
   if (stop_ || removals_.size() >= options_.queue_chunks) return;
-  removals_.emplace_back(space, key);
+  removals_.push_back({space, key});
   question_.notify_one();
 }
 
@@ -261,8 +264,8 @@ void RemoteThreads::tell_memory(const Buffer& buffer) {
     return one.bytes.data() <= buffer.data() && buffer.data() < one.bytes.data() + one.bytes.size();
   };
   if (std::any_of(told_.begin(), told_.end(), has)) return;
-  told_.push_back(buffer.region());
-  engine_->memory(told_.back().bytes);
+  Buffer::Region region = buffer.region();
+  if (engine_->memory(region.bytes)) told_.push_back(std::move(region));
 }
 
 template <typename Operation>
@@ -324,14 +327,15 @@ void RemoteThreads::write_batch(std::vector<Write> batch, Clock::time_point limi
   try {
     left.reserve(batch.size());
     items.reserve(batch.size());
-    const std::vector<bool> there = are_there(batch, limit);
+    // Of the one that finds out whether writing is possible again nobody is asked before.
+    const std::vector<bool> there = write_breaker_.open() ? std::vector<bool>(batch.size()) : are_there(batch, limit);
     const Clock::time_point now = Clock::now();
     for (std::size_t i = 0; i < batch.size(); ++i) {
       Write& one = batch[i];
       if (drop(one, now)) continue;
       const Answer marked = there[i] ? Answer::kThere : mark(one.request.id, limit);
       if (there[i] || marked != Answer::kOk) {
-        settle(std::move(one), marked);
+        settle(std::move(one), marked, there[i]);
       } else {
         tell_memory(*one.request.image);
         const auto bytes = static_cast<std::size_t>(one.request.bytes);
@@ -372,7 +376,10 @@ std::vector<bool> RemoteThreads::are_there(const std::vector<Write>& batch, Cloc
     items.push_back({batch[i].name});
     at.push_back(i);
   }
-  if (!items.empty()) engine_->find(items, limit);
+  if (!items.empty()) {
+    engine_->find(items, limit);
+    note_finds(items, now, options_.timeout);
+  }
   for (std::size_t k = 0; k < items.size(); ++k) {
     // Of another length it may be damaged, or in an order of its own: whoever reads it finds out.
     out[at[k]] = items[k].answer == Answer::kOk && items[k].bytes == batch[at[k]].request.bytes;
@@ -397,10 +404,11 @@ Answer RemoteThreads::mark(const PieceId& id, Clock::time_point limit) {
 
 /// What an answer says about the engine. Who fails to write (a replica, a full disk, a missing permission) may still
 /// read, and what is wrong with everything reads and questions find out.
-void RemoteThreads::note(Answer answer, bool write, Clock::time_point begun) {
+/// `longest`: what such a call may take.
+void RemoteThreads::note(Answer answer, bool write, Clock::time_point begun, Seconds longest) {
   const Clock::time_point now = Clock::now();
   const auto bad = [&](bool hopeless) {
-    if (!(write ? write_breaker_ : breaker_).bad(now, hopeless)) return;
+    if (!(write ? write_breaker_ : breaker_).bad(begun, now, hopeless)) return;
     counters_.add(Count::kTrips);
     if (!write) tripped();
   };
@@ -414,7 +422,7 @@ void RemoteThreads::note(Answer answer, bool write, Clock::time_point begun) {
     case Answer::kTooLarge: breaker_.good(); break;
     case Answer::kFull:
       counters_.add(Count::kNoSpace);
-      write_breaker_.bad(now);
+      write_breaker_.bad(begun, now);
       break;
     case Answer::kDenied:
       counters_.add(Count::kDenied);
@@ -424,7 +432,7 @@ void RemoteThreads::note(Answer answer, bool write, Clock::time_point begun) {
     case Answer::kLate:
       counters_.add(answer == Answer::kLate ? Count::kTimeouts : Count::kIoErrors);
       // A deadline that nobody could meet says nothing.
-      if (answer == Answer::kLate && now - begun < kPatience) break;
+      if (answer == Answer::kLate && now - begun < std::min<Seconds>(kPatience, 0.9 * longest)) break;
       bad(false);
       break;
   }
@@ -461,7 +469,7 @@ void RemoteThreads::settle(Read&& operation, const ReadItem& item) noexcept {
   try {
     const Clock::time_point now = Clock::now();
     const PieceId& id = operation.request.id;
-    note(item.answer, false, operation.begun);
+    note(item.answer, false, operation.begun, options_.timeout);
     switch (item.answer) {
       case Answer::kOk: {
         const std::int64_t found = item.found < 0 ? operation.bytes : item.found;
@@ -491,12 +499,13 @@ void RemoteThreads::settle(Read&& operation, const ReadItem& item) noexcept {
   end(std::move(operation), Outcome::kIoError);
 }
 
-void RemoteThreads::settle(Write&& operation, Answer answer) noexcept {
+/// `found`: nobody tried to write it.
+void RemoteThreads::settle(Write&& operation, Answer answer, bool found) noexcept {
   Outcome outcome = Outcome::kIoError;
   try {
     const Clock::time_point now = Clock::now();
     const PieceId& id = operation.request.id;
-    note(answer, true, operation.begun);
+    if (!found) note(answer, true, operation.begun, options_.timeout);
     switch (answer) {
       case Answer::kOk:
         known_.learn_mended(id);

@@ -52,6 +52,8 @@ class RemoteThreads : public std::enable_shared_from_this<RemoteThreads> {
   const pid_t pid_ = getpid();
 
  private:
+  using Seconds = std::chrono::duration<double>;
+
   /// A request, and how far it is.
   struct Read {
     ReadRequest request;
@@ -75,6 +77,11 @@ class RemoteThreads : public std::enable_shared_from_this<RemoteThreads> {
     Clock::time_point begin;                            ///< until then more are expected in `ready`
     std::size_t size() const { return ready.size() + later.size(); }
   };
+  struct Removal {
+    std::uint32_t space = 0;
+    Key key;
+    int attempts = 0;
+  };
   struct Question {
     std::uint32_t space = 0;
     std::vector<Key> keys;
@@ -92,13 +99,13 @@ class RemoteThreads : public std::enable_shared_from_this<RemoteThreads> {
   void answer();
   void ask(Question& question);
   void find_out();
-  void remove_now(const std::deque<std::pair<std::uint32_t, Key>>& removals);
+  void remove_now(std::vector<Removal> removals);
   std::vector<Read> take_reads();
   std::vector<Write> take_writes();
   void read_batch(std::vector<Read> batch, Clock::time_point limit);
   void write_batch(std::vector<Write> batch, Clock::time_point limit);
   void settle(Read&& operation, const ReadItem& item) noexcept;
-  void settle(Write&& operation, Answer answer) noexcept;
+  void settle(Write&& operation, Answer answer, bool found = false) noexcept;
   /// Ends what shall not be attempted any more; whether it did.
   template <typename Operation>
   void add(Queue<Operation>& queue, Operation operation, bool more);
@@ -107,7 +114,8 @@ class RemoteThreads : public std::enable_shared_from_this<RemoteThreads> {
   template <typename Operation>
   bool again(Operation& operation, Queue<Operation>& queue, Answer answer);
   void tripped();
-  void note(Answer answer, bool write, Clock::time_point begun);
+  void note(Answer answer, bool write, Clock::time_point begun, Seconds longest);
+  bool note_finds(std::span<const FindItem> items, Clock::time_point begun, Seconds longest);
   void end(Read&& operation, Outcome outcome, std::int64_t bytes = 0) noexcept;
   void end(Write&& operation, Outcome outcome) noexcept;
   void tell_memory(const Buffer& buffer);
@@ -125,7 +133,7 @@ class RemoteThreads : public std::enable_shared_from_this<RemoteThreads> {
   std::int64_t write_bytes_ = 0;  ///< of writes that wait or are under way
   std::size_t calling_ = 0;       ///< threads that read or write now
   std::size_t writers_ = 0;       ///< of these, those that write
-  std::deque<std::pair<std::uint32_t, Key>> removals_;
+  std::deque<Removal> removals_;
   std::deque<std::shared_ptr<Question>> asked_;
   std::optional<Clock::time_point> answer_until_;  ///< when the question in hand is overdue
   bool stop_ = false;

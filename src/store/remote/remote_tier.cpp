@@ -31,7 +31,9 @@ class RemoteTier final : public Tier {
   }
   bool probe(std::uint32_t space, std::span<const Key> keys, Heads heads, bool prefix,
              Clock::time_point begin) override {
-    return !remote_->sick() && remote_->probe(space, keys, heads, prefix, begin);
+    if (!remote_->sick()) return remote_->probe(space, keys, heads, prefix, begin);
+    remote_->counters_.add(Count::kRefusedSick);
+    return false;
   }
   bool far() const override { return true; }
   BufferPtr buffer(std::int64_t bytes) override { return remote_->staging_->buffer(bytes); }

@@ -60,6 +60,12 @@ Url Url::parse(const std::string& text) {
   out.scheme = take(rest, "://");
   std::string_view front = take(rest, "?");
   if (rest.find('#') != std::string_view::npos || front.find('#') != std::string_view::npos) refuse("a # in it");
+  // Before anything is quoted: what looks like a port or a path may be a piece of a password.
+  const std::size_t slash = front.find('/');
+  if (rest.find('@') != std::string_view::npos ||
+      (slash != std::string_view::npos && front.find('@', slash) != std::string_view::npos)) {
+    refuse("an @ behind the first / or ?: in a password / is written %2F, ? %3F and @ %40; elsewhere @ is %40");
+  }
   while (!rest.empty()) {
     std::string_view value = take(rest, "&");
     if (value.empty()) continue;

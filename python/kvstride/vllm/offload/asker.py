@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import threading
 
+from vllm.logger import init_logger
+
 from kvstride import StoreError
 
 from .chunks import GroupStore
+
+logger = init_logger("vllm.kvstride")
 
 
 class Asker:
@@ -62,7 +66,10 @@ class Asker:
             for store, questions in asked:
                 try:
                     found = store.store.lookup([key for _, key in questions])
-                except StoreError:
+                except Exception as error:
+                    # Who asks waits for an answer whatever happens; a closed store is no news.
+                    if not isinstance(error, StoreError):
+                        logger.exception("kvstride: a lookup of %d chunks", len(questions))
                     found = [False] * len(questions)
                 with self._lock:
                     for (request, key), there in zip(questions, found, strict=True):

@@ -64,8 +64,9 @@ class Stats:
             return out
         for tier, events in zip(tiers, (EVENTS, REMOTE_EVENTS), strict=False):
             for name, number in tier["counters"].items():
-                told = self._told.get((events, name), 0)
-                if number > told:
+                told = self._told.get((events, name), -1)
+                if number > told:  # also 0, once: what begins with 1 has not grown, for Prometheus
+                    told = max(told, 0)
                     out.increase_counter(events, number - told, (name,))
                     self._told[events, name] = number
         for name, key in ((USED, "used_bytes"), (CAPACITY, "capacity_bytes"), (HELD, "chunks")):
