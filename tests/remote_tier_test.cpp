@@ -334,8 +334,9 @@ TEST(RemoteTier, AnEngineThatHangsKeepsNobody) {
   ASSERT_EQ(client.put({1, 2, 3, 4}), all(Outcome::kOk, 4));
   engine->hangs = true;
   auto begin = Clock::now();
-  const Outcomes outcomes = client.get_within({1, 2, 3, 4}, 300ms);
-  EXPECT_EQ(outcomes, all(Outcome::kTimeout, 4));
+  for (const int first : {1, 3}) {  // each job keeps a thread
+    EXPECT_EQ(client.get_within({first, first + 1}, 300ms), all(Outcome::kTimeout, 2));
+  }
   EXPECT_LT(Clock::now() - begin, 2s);
   std::this_thread::sleep_for(1s);
   begin = Clock::now();
@@ -381,12 +382,12 @@ TEST(RemoteTier, AJobsChunksGoTogether) {
   BlockClient client({tier_over(engine)}, 1, "B N KV H D");
   ASSERT_EQ(client.put({1, 2, 3, 4, 5, 6}), all(Outcome::kOk, 6));
   int least = 100;
-  for (int i = 0; i < 50 && least > 3; ++i) {  // a busy machine may need more than the tier's patience
+  for (int i = 0; i < 50 && least > 1; ++i) {  // a busy machine may need more than the tier's patience
     const int before = engine->reads;
     ASSERT_EQ(client.get({1, 2, 3, 4, 5, 6}), all(Outcome::kOk, 6));
     least = std::min(least, engine->reads - before);
   }
-  EXPECT_LE(least, 3) << "one call a thread";
+  EXPECT_EQ(least, 1);
   const auto begin = std::chrono::steady_clock::now();
   for (int i = 0; i < 50; ++i) ASSERT_EQ(client.get({1}), all(Outcome::kOk, 1));
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 5s);

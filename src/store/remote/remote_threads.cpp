@@ -174,15 +174,14 @@ Clock::time_point RemoteThreads::limit_of(Clock::time_point deadline) const {
   return std::min(deadline, Clock::now() + std::chrono::duration_cast<Clock::duration>(options_.timeout));
 }
 
-/// A share of what waits, so that the other `threads` that have nothing to do get something too. The lock must be held.
+/// As many as one call should have: what is cut up further is no faster, and what cannot be (a call that waits by
+/// spinning, as Mooncake's) is slower. The lock must be held.
 template <typename Operation, typename Bytes>
-static std::vector<Operation> take_some(std::deque<Operation>& from, std::size_t threads, std::size_t most,
-                                        const Bytes& bytes_of) {
+static std::vector<Operation> take_some(std::deque<Operation>& from, std::size_t most, const Bytes& bytes_of) {
   std::vector<Operation> out;
-  const std::size_t share =
-      std::clamp<std::size_t>((from.size() + threads - 1) / threads, 1, std::max<std::size_t>(most, 1));
   std::int64_t bytes = 0;
-  while (out.size() < share && !from.empty() && (out.empty() || bytes + bytes_of(from.front()) <= kBatchBytes)) {
+  while (out.size() < std::max<std::size_t>(most, 1) && !from.empty() &&
+         (out.empty() || bytes + bytes_of(from.front()) <= kBatchBytes)) {
     bytes += bytes_of(from.front());
     out.push_back(std::move(from.front()));
     from.pop_front();
@@ -191,12 +190,10 @@ static std::vector<Operation> take_some(std::deque<Operation>& from, std::size_t
 }
 
 std::vector<RemoteThreads::Read> RemoteThreads::take_reads() {
-  return take_some(reads_.ready, busy_.size() - calling_, engine_->batch(), [](const Read& one) { return one.bytes; });
+  return take_some(reads_.ready, engine_->batch(), [](const Read& one) { return one.bytes; });
 }
 std::vector<RemoteThreads::Write> RemoteThreads::take_writes() {
-  // One thread is left for reads, and does not share them.
-  const std::size_t writers = std::max<std::size_t>(busy_.size() - calling_, 2) - 1;
-  return take_some(writes_.ready, writers, engine_->batch(), [](const Write& one) { return one.request.bytes; });
+  return take_some(writes_.ready, engine_->batch(), [](const Write& one) { return one.request.bytes; });
 }
 
 /// One thread: batches of reads, and of writes where no read waits; one thread is always left for reads.
@@ -239,7 +236,6 @@ void RemoteThreads::run(std::size_t number) {
       continue;
     }
     const bool writing = !writes.empty();
-    ++calling_;
     writers_ += writing ? 1 : 0;
     if (!reads_.ready.empty() || !writes_.ready.empty()) work_.notify_one();
     lock.unlock();
@@ -251,7 +247,6 @@ void RemoteThreads::run(std::size_t number) {
     writing ? write_batch(std::move(writes), limit) : read_batch(std::move(reads), limit);
     busy_[number]->until = 0;
     lock.lock();
-    --calling_;
     writers_ -= writing ? 1 : 0;
     if (writing) work_.notify_one();
   }

@@ -131,8 +131,7 @@ class RemoteThreads : public std::enable_shared_from_this<RemoteThreads> {
   Queue<Read> reads_;
   Queue<Write> writes_;
   std::int64_t write_bytes_ = 0;  ///< of writes that wait or are under way
-  std::size_t calling_ = 0;       ///< threads that read or write now
-  std::size_t writers_ = 0;       ///< of these, those that write
+  std::size_t writers_ = 0;       ///< threads that write now
   std::deque<Removal> removals_;
   std::deque<std::shared_ptr<Question>> asked_;
   std::optional<Clock::time_point> answer_until_;  ///< when the question in hand is overdue
