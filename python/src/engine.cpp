@@ -343,6 +343,15 @@ std::shared_ptr<Engine> open(const EngineHandle& handle) {
   return handle.share();
 }
 
+/// What `use` makes of the engine, without the interpreter's lock.
+template <typename Use>
+auto without_lock(const EngineHandle& handle, const Use& use) {
+  std::shared_ptr<Engine> share = open(handle);
+  const GilReleased release;
+  const std::shared_ptr<Engine> engine = std::move(share);  // goes before the lock is taken again
+  return use(*engine);
+}
+
 using Names = std::vector<std::string>;
 using Numbers = std::vector<std::int64_t>;
 
@@ -367,11 +376,9 @@ void bind_engine(nb::module_& m) {
       .def(
           "memory",
           [](const EngineHandle& self, std::uintptr_t address, std::size_t size) {
-            std::shared_ptr<Engine> engine = open(self);
-            const GilReleased release;
-            const bool done = engine->memory({reinterpret_cast<std::byte*>(address), size});
-            engine.reset();
-            return done;
+            return without_lock(self, [&](Engine& engine) {
+              return engine.memory({reinterpret_cast<std::byte*>(address), size});
+            });
           },
           nb::arg("address"), nb::arg("size"))
       .def(
@@ -379,12 +386,7 @@ void bind_engine(nb::module_& m) {
           [](const EngineHandle& self, const Names& names, double deadline) {
             std::vector<FindItem> items;
             for (const std::string& name : names) items.push_back({name});
-            std::shared_ptr<Engine> engine = open(self);
-            {
-              const GilReleased release;
-              engine->find(items, to_clock(deadline));
-              engine.reset();
-            }
+            without_lock(self, [&](Engine& engine) { engine.find(items, to_clock(deadline)); });
             return answers_of(items, &FindItem::bytes);
           },
           nb::arg("names"), nb::arg("deadline"))
@@ -399,12 +401,7 @@ void bind_engine(nb::module_& m) {
               items.push_back({names[i], {}, reinterpret_cast<std::byte*>(addresses[i]), sizes[i]});
               for (const auto& [begin, end] : ranges[i]) items.back().ranges.push_back({begin, end});
             }
-            std::shared_ptr<Engine> engine = open(self);
-            {
-              const GilReleased release;
-              engine->read(items, to_clock(deadline), [](std::size_t) {});
-              engine.reset();
-            }
+            without_lock(self, [&](Engine& engine) { engine.read(items, to_clock(deadline), [](std::size_t) {}); });
             return answers_of(items, &ReadItem::found);
           },
           nb::arg("names"), nb::arg("addresses"), nb::arg("sizes"), nb::arg("ranges"), nb::arg("deadline"))
@@ -418,12 +415,7 @@ void bind_engine(nb::module_& m) {
               const auto* data = reinterpret_cast<const std::byte*>(addresses[i]);
               items.push_back({names[i], {data, static_cast<std::size_t>(sizes[i])}, replace[i]});
             }
-            std::shared_ptr<Engine> engine = open(self);
-            {
-              const GilReleased release;
-              engine->write(items, to_clock(deadline), [](std::size_t) {});
-              engine.reset();
-            }
+            without_lock(self, [&](Engine& engine) { engine.write(items, to_clock(deadline), [](std::size_t) {}); });
             return answers_of(items);
           },
           nb::arg("names"), nb::arg("addresses"), nb::arg("sizes"), nb::arg("replace"), nb::arg("deadline"))
@@ -432,12 +424,7 @@ void bind_engine(nb::module_& m) {
           [](const EngineHandle& self, const Names& names, double deadline) {
             std::vector<RemoveItem> items;
             for (const std::string& name : names) items.push_back({name});
-            std::shared_ptr<Engine> engine = open(self);
-            {
-              const GilReleased release;
-              engine->remove(items, to_clock(deadline));
-              engine.reset();
-            }
+            without_lock(self, [&](Engine& engine) { engine.remove(items, to_clock(deadline)); });
             return answers_of(items);
           },
           nb::arg("names"), nb::arg("deadline"))
@@ -445,16 +432,12 @@ void bind_engine(nb::module_& m) {
           "list",
           [](const EngineHandle& self, const std::string& folder, double deadline) {
             std::vector<ListedObject> found;
-            Answer answer{};
-            std::shared_ptr<Engine> engine = open(self);
-            {
-              const GilReleased release;
-              answer = engine->list(folder, to_clock(deadline), [&](const ListedObject& one) {
+            const Answer answer = without_lock(self, [&](Engine& engine) {
+              return engine.list(folder, to_clock(deadline), [&](const ListedObject& one) {
                 found.push_back(one);
                 return true;
               });
-              engine.reset();
-            }
+            });
             nb::list out;
             for (const ListedObject& one : found) out.append(nb::make_tuple(one.name, one.bytes, one.modified));
             return nb::make_tuple(nb::str(name_of(answer)), out);

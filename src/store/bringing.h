@@ -8,7 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "kvstride/identity.h"
+#include "store/key_hash.h"
 
 namespace kvstride::store {
 
@@ -42,20 +42,13 @@ class Bringing {
   }
 
  private:
-  struct Hash {
-    std::size_t operator()(const Key& key) const {
-      const auto bytes = key.bytes();
-      return std::hash<std::string_view>()({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
-    }
-  };
-
   std::vector<Waiting> end(const Key& key) {
     const std::lock_guard lock(mutex_);
     return std::move(waiting_.extract(key).mapped());
   }
 
   mutable std::mutex mutex_;
-  std::unordered_map<Key, std::vector<Waiting>, Hash> waiting_;
+  std::unordered_map<Key, std::vector<Waiting>, KeyHash> waiting_;
 };
 
 }  // namespace kvstride::store

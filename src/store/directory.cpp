@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "kvstride/error.h"
+#include "store/key_hash.h"
 #include "store/listing.h"
 
 namespace kvstride::store {
@@ -21,10 +22,6 @@ namespace {
 constexpr std::int64_t kSecond = 1'000'000'000;
 
 std::int64_t nanoseconds(const struct timespec& time) { return time.tv_sec * kSecond + time.tv_nsec; }
-std::size_t hash_of(const Key& key) {
-  const auto bytes = key.bytes();
-  return std::hash<std::string_view>()({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
-}
 /// Trying again does not help.
 bool lasting(int error) {
   return error == -EACCES || error == -EPERM || error == -EROFS || error == -ENOTDIR || error == -EISDIR;
@@ -258,7 +255,7 @@ bool Directory::is_going(const PieceId& id) const {
 
 /// The lock must be held. In doubt it has.
 bool Directory::gone_since(const Key& key, std::uint64_t seen) const {
-  const auto found = gone_at_.find(hash_of(key));
+  const auto found = gone_at_.find(KeyHash()(key));
   return seen < gone_known_ || (found != gone_at_.end() && found->second > seen);
 }
 
@@ -269,7 +266,7 @@ void Directory::done_going(const PieceId& id) {
     gone_at_.clear();
     gone_known_ = num_gone_;
   }
-  gone_at_[hash_of(id.key)] = num_gone_ + 1;
+  gone_at_[KeyHash()(id.key)] = num_gone_ + 1;
   std::erase_if(going_, [&](const Gone& gone) { return gone.id == id; });
   ++num_gone_;
 }

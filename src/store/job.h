@@ -46,6 +46,7 @@ struct JobState {
   explicit JobState(std::size_t chunks) : stages(chunks), outcomes(chunks, Outcome::kRefused), left(chunks) {}
 
   /// Of a prefetch, of each chunk: lets those go on who wait for it. Goes with the chunk's outcome at the latest.
+  /// Filled before anybody else has the job; its elements under `mutex`.
   std::vector<std::shared_ptr<void>> tokens;
 
   std::atomic<std::size_t> begun{0};  ///< chunks, or more where one began anew
@@ -63,12 +64,14 @@ struct JobState {
   std::condition_variable changed;
 
   std::shared_ptr<void> take_token(std::size_t chunk) {
+    if (tokens.empty()) return nullptr;
     const std::lock_guard lock(mutex);
-    return tokens.empty() ? nullptr : std::move(tokens[chunk]);
+    return std::move(tokens[chunk]);
   }
   bool has_token(std::size_t chunk) {
+    if (tokens.empty()) return false;
     const std::lock_guard lock(mutex);
-    return !tokens.empty() && tokens[chunk] != nullptr;
+    return tokens[chunk] != nullptr;
   }
   /// Where the caller's memory is.
   Device device() const { return cache ? cache->device() : Device{}; }

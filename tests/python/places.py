@@ -361,3 +361,25 @@ if REQUIRED or not swift.missing():
     PLACES["s3"] = S3
 if mooncake.package() is not None:  # a Python package, where engines are
     PLACES["mooncake"] = Mooncake
+
+
+def kinds(**wanted) -> list[str]:
+    """The places that have what a test needs; KVSTRIDE_TEST_TIERS (names with commas) leaves out others."""
+    only = os.environ.get("KVSTRIDE_TEST_TIERS")
+    names = [n for n in PLACES if only is None or n in only.split(",")]
+    return [n for n in names if all(getattr(PLACES[n], a) == v for a, v in wanted.items())]
+
+
+@contextlib.contextmanager
+def started(make):
+    """What `make(name)` gives, by name; each is made once, and closed at the end."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = make(name)
+        return made[name]
+
+    yield get
+    for one in made.values():
+        one.close()

@@ -33,11 +33,7 @@ CHUNKS = 4  #: of a request
 RIGHT = [cache(fill=model) for model in (1, 2)]  #: what the models' chunks hold
 _keys = itertools.count(1000, 1000)
 
-ENGINES = [
-    name
-    for name, place in places.PLACES.items()
-    if issubclass(place, places.Processes) and name in os.environ.get("KVSTRIDE_TEST_TIERS", name).split(",")
-]
+ENGINES = places.kinds(stops=True)
 
 
 class Scene:
@@ -75,16 +71,8 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory):
-    made = {}
-
-    def get(name):
-        if name not in made:
-            made[name] = Scene(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    yield get
-    for scene in made.values():
-        scene.close()
+    with places.started(lambda name: Scene(name, tmp_path_factory.mktemp(name))) as get:
+        yield get
 
 
 @pytest.fixture
@@ -93,8 +81,7 @@ def scene(request, scenes):
 
 
 def each(**wanted):
-    names = [n for n in ENGINES if all(getattr(places.PLACES[n], a) == v for a, v in wanted.items())]
-    return pytest.mark.parametrize("scene", names, indirect=True)
+    return pytest.mark.parametrize("scene", places.kinds(stops=True, **wanted), indirect=True)
 
 
 class Fleet(threading.Thread):

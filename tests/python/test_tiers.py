@@ -25,26 +25,11 @@ HEADER = 4096
 PAYLOAD = LAYERS * HEADS * BLOCK * DIM * 2 * 2
 
 
-def kinds(**wanted):
-    """The places that have what a test needs; KVSTRIDE_TEST_TIERS (names with commas) leaves out others."""
-    only = os.environ.get("KVSTRIDE_TEST_TIERS")
-    names = [n for n in places.PLACES if only is None or n in only.split(",")]
-    return [n for n in names if all(getattr(places.PLACES[n], a) == v for a, v in wanted.items())]
-
-
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     """Places by name; their servers are started once."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            made[name] = places.PLACES[name](tmp_path_factory.mktemp(name))
-        return made[name]
-
-    yield get
-    for place in made.values():
-        place.close()
+    with places.started(lambda name: places.PLACES[name](tmp_path_factory.mktemp(name))) as get:
+        yield get
 
 
 @pytest.fixture
@@ -53,7 +38,7 @@ def place(request, servers):
 
 
 def each(**wanted):
-    return pytest.mark.parametrize("place", kinds(**wanted), indirect=True)
+    return pytest.mark.parametrize("place", places.kinds(**wanted), indirect=True)
 
 
 _runs = iter(range(1 << 30))
@@ -200,7 +185,7 @@ def test_remove(place, space):
 
 
 @pytest.mark.parametrize("at", [0, 100, HEADER, HEADER + PAYLOAD - 1])
-@pytest.mark.parametrize("place", [k for k in kinds(shared=True) if places.PLACES[k].flips], indirect=True)
+@pytest.mark.parametrize("place", places.kinds(shared=True, flips=True), indirect=True)
 def test_a_changed_byte_never_reaches_a_cache(place, space, at):
     source = cache(fill=6)
     with place.tier() as tier, kv.Store(tier, namespace=space) as store:

@@ -2,7 +2,7 @@
 // What a process knows of an engine's objects.
 #include "store/remote/known.h"
 
-#include <string_view>
+#include "store/key_hash.h"
 
 namespace kvstride::store {
 namespace {
@@ -26,9 +26,7 @@ void note(Times& times, const PieceId& id, Clock::time_point until) {
 }  // namespace
 
 std::size_t Known::IdHash::operator()(const PieceId& id) const {
-  const auto bytes = id.key.bytes();
-  const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-  return std::hash<std::string_view>()(text) + id.space * 31 + id.heads.first * 65537 + id.heads.count;
+  return KeyHash()(id.key) + id.space * 31 + id.heads.first * 65537 + id.heads.count;
 }
 
 Known::Known(std::size_t most, Clock::duration keep) : most_(most), keep_(keep) {}

@@ -126,7 +126,6 @@ void RemoteThreads::ask(Question& question) {
       }
     }
     if (question.prefix) {
-      std::vector<std::uint8_t> found(count);
       std::vector<Piece> pieces;
       for (std::size_t k = from; !gap && k < from + count; ++k) {
         pieces.clear();

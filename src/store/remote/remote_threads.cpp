@@ -114,8 +114,7 @@ void RemoteThreads::read(ReadRequest request) {
     operation.name = spaces_.name(operation.request.id);
     const std::lock_guard lock(mutex_);
     if (!stop_ && reads_.size() + writes_.size() < options_.queue_chunks) {
-      const bool more = operation.request.more;
-      add(reads_, std::move(operation), more);
+      add(reads_, std::move(operation));
       return;
     }
   }
@@ -139,8 +138,7 @@ void RemoteThreads::write(WriteRequest request) {
       std::erase_if(removals_, [&](const Removal& one) {
         return one.space == operation.request.id.space && one.key == operation.request.id.key;
       });
-      const bool more = operation.request.more;
-      add(writes_, std::move(operation), more);
+      add(writes_, std::move(operation));
       return;
     }
   }
@@ -151,10 +149,10 @@ void RemoteThreads::write(WriteRequest request) {
 /// One call for a job's chunks, which come one by one, rather than one for the first and one for the rest. The lock
 /// must be held.
 template <typename Operation>
-void RemoteThreads::add(Queue<Operation>& queue, Operation operation, bool more) {
+void RemoteThreads::add(Queue<Operation>& queue, Operation operation) {
   const bool first = queue.ready.empty();
+  const bool enough = !operation.request.more || queue.ready.size() + 1 >= engine_->batch();
   queue.ready.push_back(std::move(operation));
-  const bool enough = !more || queue.ready.size() >= engine_->batch();
   if (enough) {
     queue.begin = {};
   } else if (first) {
@@ -405,7 +403,9 @@ void RemoteThreads::note(Answer answer, bool write, Clock::time_point begun, Sec
   const auto bad = [&](bool hopeless) {
     if (!(write ? write_breaker_ : breaker_).bad(begun, now, hopeless)) return;
     counters_.add(Count::kTrips);
-    if (!write) tripped();
+    if (write) return;
+    const std::lock_guard lock(mutex_);
+    question_.notify_one();  // from now on somebody finds out when it is well again
   };
   switch (answer) {
     case Answer::kOk:
@@ -431,12 +431,6 @@ void RemoteThreads::note(Answer answer, bool write, Clock::time_point begun, Sec
       bad(false);
       break;
   }
-}
-
-/// From now on somebody finds out when it is well again.
-void RemoteThreads::tripped() {
-  const std::lock_guard lock(mutex_);
-  question_.notify_one();
 }
 
 /// Whether it is tried again: everything that a tier asks may be asked twice, but what was late would only make it

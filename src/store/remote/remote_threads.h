@@ -106,14 +106,13 @@ class RemoteThreads : public std::enable_shared_from_this<RemoteThreads> {
   void write_batch(std::vector<Write> batch, Clock::time_point limit);
   void settle(Read&& operation, const ReadItem& item) noexcept;
   void settle(Write&& operation, Answer answer, bool found = false) noexcept;
-  /// Ends what shall not be attempted any more; whether it did.
   template <typename Operation>
-  void add(Queue<Operation>& queue, Operation operation, bool more);
+  void add(Queue<Operation>& queue, Operation operation);
+  /// Ends what shall not be attempted any more; whether it did.
   template <typename Operation>
   bool drop(Operation& operation, Clock::time_point now);
   template <typename Operation>
   bool again(Operation& operation, Queue<Operation>& queue, Answer answer);
-  void tripped();
   void note(Answer answer, bool write, Clock::time_point begun, Seconds longest);
   bool note_finds(std::span<const FindItem> items, Clock::time_point begun, Seconds longest);
   void end(Read&& operation, Outcome outcome, std::int64_t bytes = 0) noexcept;

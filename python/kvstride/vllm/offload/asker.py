@@ -64,13 +64,13 @@ class Asker:
                     return
                 asked, self._asked = self._asked, []
             for store, questions in asked:
+                found = [False] * len(questions)  # who asks waits for an answer, whatever happens
                 try:
                     found = store.store.lookup([key for _, key in questions])
-                except Exception as error:
-                    # Who asks waits for an answer whatever happens; a closed store is no news.
-                    if not isinstance(error, StoreError):
-                        logger.exception("kvstride: a lookup of %d chunks", len(questions))
-                    found = [False] * len(questions)
+                except StoreError:
+                    pass  # it is closed
+                except Exception:
+                    logger.exception("kvstride: a lookup of %d chunks", len(questions))
                 with self._lock:
                     for (request, key), there in zip(questions, found, strict=True):
                         if request in self._known:
