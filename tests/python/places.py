@@ -128,12 +128,14 @@ class Mooncake(Processes):
 
     kind = "mooncake"
     parts = ("node", "master")
-    small: ClassVar = {"lease_ms": 10_000}  # as masters have it by default; slow readers need it
+    # Leases as masters have them by default: slow readers need them. A node that dies is soon known to be dead.
+    small: ClassVar = {"lease_ms": 10_000, "ttl": 3}
     proxied = 3_000
 
-    def __init__(self, folder, host="127.0.0.1", **options):
+    def __init__(self, folder, host="127.0.0.1", ttl=30, **options):
         super().__init__(folder)
-        self._servers = mooncake.Mooncake(folder, host=host, **options)
+        # Longer than stop() lasts: a master that was stopped longer may take its nodes for dead, and forgets all.
+        self._servers = mooncake.Mooncake(folder, host=host, ttl=ttl, **options)
         self.address = self._servers.url(replicas=2, timeout=2)
 
     @property

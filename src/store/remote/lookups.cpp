@@ -39,10 +39,12 @@ void RemoteThreads::answer() {
   std::unique_lock lock(mutex_);
   while (!stop_) {
     const bool tripped = breaker_.open();
-    if (asked_.empty() && (removals_.empty() || tripped)) {
-      // Somebody must find out when a sick engine is well.
-      tripped ? static_cast<void>(question_.wait_for(lock, std::chrono::milliseconds(20))) : question_.wait(lock);
+    if (asked_.empty() && !tripped && removals_.empty()) {
+      question_.wait(lock);
+      continue;  // what there is to do may have come with a breaker that opened
     }
+    // Somebody must find out when a sick engine is well.
+    if (asked_.empty() && tripped) question_.wait_for(lock, std::chrono::milliseconds(20));
     if (stop_) return;
     std::shared_ptr<Question> question;
     std::vector<Removal> removals;
